@@ -1,0 +1,85 @@
+# Two commands do everything: `make serve` and `make test`. Both make .venv from the lock files
+# first, and make it anew when a lock file has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+MODEL ?= demo-model
+HOST ?= 127.0.0.1
+PORT ?= 8000
+# The demo's device pool holds fewer rows a layer than a long prompt has, so that offloading shows.
+DEVICE_POOL_TOKENS ?= 1024
+HOST_POOL_GIB ?= 0.25
+SERVE_FLAGS ?= --max-num-seqs 8 --max-num-batched-tokens 256
+WORKERS ?= 2
+PYTEST_FLAGS ?=
+# torch of the lock files; its CUDA wheel pins triton, which a CPU build doesn't bring.
+TORCH := 2.13.0
+TRITON := 3.7.1
+
+.PHONY: serve test test-slow pytest lint format bench lock clean
+
+serve: $(VENV)/.package $(MODEL)/config.json
+	$(BIN)/echokv serve $(MODEL) --host $(HOST) --port $(PORT) \
+	    --device-pool-tokens $(DEVICE_POOL_TOKENS) --host-pool-gib $(HOST_POOL_GIB) $(SERVE_FLAGS)
+
+test: lint pytest
+
+# One thread a worker: with two they would fight over two cores.
+pytest: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" \
+	    $(PYTEST_FLAGS)
+
+test-slow: $(VENV)/.dev
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.package $(MODEL)/config.json
+	$(BIN)/echokv bench throughput --model $(MODEL) --num-prompts 8 --input-len 512 \
+	    --output-len 32 --device-pool-tokens $(DEVICE_POOL_TOKENS) \
+	    --host-pool-gib $(HOST_POOL_GIB) $(SERVE_FLAGS) --output-json build/throughput.json
+
+$(MODEL)/config.json: | $(VENV)/.package
+	$(BIN)/echokv demo-model $(MODEL)
+
+$(VENV)/.locked: requirements.lock
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "echokv needs Python 3.11 or newer: make PYTHON=python3.11"'
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -r requirements.lock
+	touch $@
+
+$(VENV)/.package: $(VENV)/.locked pyproject.toml
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.package requirements-dev.lock
+	$(PIP) install -r requirements-dev.lock
+	touch $@
+
+# Resolve anew within pyproject.toml's bounds. CUDA libraries stay out of the locks: torch's own
+# wheel pins them where it needs them.
+FREEZE := build/lock/bin/python -m pip freeze --all --exclude pip --exclude echokv
+CLEAN_PINS := sed -e 's/+cpu$$//' -e '/^nvidia-/d' -e '/^cuda-/d'
+lock:
+	rm -rf build/lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install "torch==$(TORCH)" setuptools .
+	(echo "# Serving. Made by 'make lock'."; $(FREEZE) | $(CLEAN_PINS) | grep -v '^triton=') \
+	    > requirements.lock
+	build/lock/bin/pip install "torch==$(TORCH)" "triton==$(TRITON)" ".[bench,dev]"
+	(echo "# Tests, linters and benchmarks, with what serving needs. Made by 'make lock'."; \
+	    $(FREEZE) | $(CLEAN_PINS)) > requirements-dev.lock
+
+clean:
+	rm -rf $(VENV) build demo-model .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

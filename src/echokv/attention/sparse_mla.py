@@ -1,0 +1,125 @@
+"""Sparse MLA over cached rows: makes what was selected resident, then attends.
+
+Knows the cache and the attention kernel. When a pass selects more rows than the device pool can
+surely hold, it attends in pieces of fewer tokens; the cut follows from shapes alone, so that
+nothing waits for the device, and any pool of at least k slots works.
+"""
+
+from torch import Tensor
+
+from echokv.cache.batch import ForwardBatch
+from echokv.cache.protocol import KVCache
+from echokv.errors import CapacityError
+from echokv.indexer.indexer import Selection
+from echokv.kernels.registry import Kernels
+from echokv.memory.formats import RowFormat
+from echokv.memory.slots import HostSlots
+
+
+def plan_pieces(num_tokens: int, topk: int, capacity: int) -> list[slice]:
+    """Cut a pass into pieces whose selected rows surely fit the device pool.
+
+    Args:
+        num_tokens: real rows of the pass.
+        topk: entries of a selection; at most capacity.
+        capacity: device slots a layer.
+
+    Returns:
+        one piece when the selections of the whole pass fit beside its new rows; else pieces of
+        as many tokens as fit without them.
+    """
+    if num_tokens * (topk + 1) <= capacity:
+        return [slice(0, num_tokens)]
+    step = capacity // topk
+    return [slice(at, min(at + step, num_tokens)) for at in range(0, num_tokens, step)]
+
+
+class SparseAttention:
+    """Reads and writes the MLA rows of every layer.
+
+    A pass of one piece (`plan_pieces`) is one cache step: new and selected rows stay resident
+    until the next pass. Otherwise every piece is a cache step of its own; new rows are then kept
+    as far as the pool goes and recalled from host where they had to leave.
+
+    Padding rows neither write nor read. `batch.num_real_tokens` decides the pieces: a captured
+    graph must be captured with all rows real.
+
+    Args:
+        kernels: the backend.
+        cache: where rows live.
+        fmt: how a row is laid out.
+        scale: softmax scale, YaRN's mscale squared included.
+        topk: entries of a selection.
+
+    Raises:
+        CapacityError: a device pool of fewer than topk slots, too small for a single token.
+    """
+
+    def __init__(
+        self, kernels: Kernels, cache: KVCache, fmt: RowFormat, scale: float, topk: int
+    ) -> None:
+        if cache.capacity < topk:
+            raise CapacityError(
+                f"--device-pool-tokens {cache.capacity} is below index_topk {topk}:"
+                " attention of one token reads that many rows at once"
+            )
+        self._kernels = kernels
+        self._cache = cache
+        self._fmt = fmt
+        self._scale = scale
+
+    def begin_pass(self) -> None:
+        """Start a forward pass: what earlier ones protected may be evicted from now on."""
+        self._cache.begin_step()
+
+    def append(self, layer: int, latent: Tensor, rope: Tensor, batch: ForwardBatch) -> None:
+        """Store this pass's rows of one layer.
+
+        Args:
+            layer: decoder layer.
+            latent: [T, latent_dim], normed.
+            rope: [T, rope_dim], rotated, in the interleaved order of the projection.
+            batch: the pass; `host_slots` says where each row goes.
+        """
+        real = batch.num_real_tokens
+        rows = self._kernels.encode_rows(latent, rope, self._fmt)
+        self._cache.append(
+            layer,
+            HostSlots(batch.host_slots[:real]),
+            rows[:real],
+            keep=min(real, self._cache.capacity),
+        )
+
+    def attend(
+        self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch
+    ) -> Tensor:
+        """Attention of every token over its selected rows.
+
+        Args:
+            layer: decoder layer; this pass's rows must have been appended.
+            query: [T, H, latent_dim + rope_dim], absorbed and rotated.
+            selection: of this layer, or of the layer whose selection it shares.
+            batch: the pass.
+
+        Returns:
+            [T, H, latent_dim] in the dtype of query; zeros for padding.
+        """
+        pieces = plan_pieces(
+            batch.num_real_tokens, selection.host_slots.shape[1], self._cache.capacity
+        )
+        if pieces == [slice(0, batch.num_tokens)]:
+            return self._attend_rows(layer, query, selection, pieces[0])
+        output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
+        for rows in pieces:
+            if len(pieces) > 1:
+                self._cache.begin_step()
+            output[rows] = self._attend_rows(layer, query, selection, rows)
+        return output
+
+    def _attend_rows(self, layer: int, query: Tensor, selection: Selection, rows: slice) -> Tensor:
+        device_slots = self._cache.make_resident(
+            layer, HostSlots(selection.host_slots[rows]), selection.scores[rows]
+        )
+        return self._kernels.sparse_mla(
+            query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale
+        )

@@ -1,0 +1,225 @@
+"""The offloaded KV cache: every row in the host pool, a few a layer in HBM.
+
+Knows the order of the ops and what protects what; the ops do the work. Device slots mean nothing
+outside one cache step.
+"""
+
+import torch
+from torch import Tensor
+
+from echokv.cache.policy import EvictionPolicy, RecencyThenScore
+from echokv.cache.protocol import KVCache, LayerCounters
+from echokv.cache.state import CacheInvariantError, CacheState
+from echokv.errors import CapacityError
+from echokv.kernels.registry import Kernels
+from echokv.memory.pools import DevicePool, HostPool
+from echokv.memory.slots import DeviceSlots, HostSlots
+
+__all__ = ["CacheManager", "KVCache", "LayerCounters"]
+
+_HITS, _RECALLED, _EVICTED, _WRITTEN, _ALLOCATED = range(5)
+
+
+class CacheManager:
+    """A `KVCache` whose rows live in host memory (sections 3 and 4 of the ECHO paper).
+
+    Args:
+        kernels: the backend.
+        host_pool: where every row is.
+        device_pool: where selected rows are.
+        policy: eviction priorities; None: `RecencyThenScore`.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        host_pool: HostPool,
+        device_pool: DevicePool,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._host_pool = host_pool
+        self._device_pool = device_pool
+        self._policy = policy or RecencyThenScore()
+        layers, slots, _ = device_pool.rows.shape
+        device = device_pool.rows.device
+        self.state = CacheState.create(layers, slots, host_pool.num_slots, device)
+        self._missing = torch.full((slots,), -1, dtype=torch.int32, device=device)
+        self._totals = torch.zeros((layers, 5), dtype=torch.int64, device=device)
+        # What the ops of one call count, laid out like a row of _totals so that one addition
+        # takes it over; append and make_resident each leave the other's columns at zero.
+        self._selecting = torch.zeros(5, dtype=torch.int32, device=device)
+        self._appending = torch.zeros(5, dtype=torch.int32, device=device)
+        self._ignored = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def capacity(self) -> int:
+        """Device slots a layer."""
+        return self.state.device_slots
+
+    @property
+    def metadata_bytes(self) -> int:
+        """See `KVCache`."""
+        return self.state.metadata_bytes_per_layer * self.state.num_layers
+
+    def begin_step(self) -> None:
+        """See `KVCache`."""
+        self._kernels.tick(self.state.clock, self.state.floor, self.state.priority)
+
+    def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
+        """See `KVCache`."""
+        self._require_room(f"keeping {keep} new rows", keep)
+        if keep > 0:
+            kept = HostSlots(host_slots[host_slots.shape[0] - keep :])
+            priorities = self.state.floor.repeat(keep)
+            self._reserve(layer, kept, priorities, self._appending, _WRITTEN, self._ignored)
+        self._kernels.write_rows(
+            rows,
+            host_slots,
+            self.state.host_to_device[layer],
+            self._host_pool.rows[layer],
+            self._device_pool.rows[layer],
+        )
+
+    def make_resident(self, layer: int, host_slots: HostSlots, scores: Tensor) -> DeviceSlots:
+        """See `KVCache`."""
+        entries = host_slots.numel()
+        self._require_room(f"a selection of {entries} rows", entries)
+        state, counts = self.state.layer(layer), self._selecting
+        priorities = self._policy.priorities(self.state.clock, scores, host_slots).flatten()
+        wanted = HostSlots(host_slots.flatten())
+        hits = counts[_HITS : _HITS + 1]
+        self._reserve(layer, wanted, priorities, counts, _RECALLED, hits)
+        self._kernels.recall(
+            self._missing[:entries],
+            counts[_RECALLED : _RECALLED + 1],
+            state.slot_buffer,
+            self._host_pool.rows[layer],
+            self._device_pool.rows[layer],
+        )
+        device_slots = torch.empty_like(wanted)
+        self._kernels.translate(
+            wanted, priorities, state.host_to_device, state.priority, device_slots
+        )
+        return DeviceSlots(device_slots.view(host_slots.shape))
+
+    def _reserve(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        priorities: Tensor,
+        counts: Tensor,
+        missing_column: int,
+        num_hits: Tensor,
+    ) -> None:
+        """Protect what is resident and give device slots to what is not, evicting as needed.
+
+        Leaves the absent host slots in `_missing`, their device slots in the layer's slot_buffer
+        and their number in counts[missing_column]; adds counts to the layer's totals.
+        """
+        state, floor, workspace = self.state.layer(layer), self.state.floor, self.state.workspace
+        missing = self._missing[: host_slots.shape[0]]
+        num_missing = counts[missing_column : missing_column + 1]
+        mappings = (state.device_free, state.priority, state.device_to_host, state.host_to_device)
+        self._kernels.lookup(
+            host_slots,
+            priorities,
+            floor,
+            state.host_to_device,
+            state.priority,
+            missing,
+            num_missing,
+            num_hits,
+            workspace,
+        )
+        evicted = counts[_EVICTED : _EVICTED + 1]
+        self._kernels.free(num_missing, floor, *mappings, state.slot_buffer, evicted, workspace)
+        allocated = counts[_ALLOCATED : _ALLOCATED + 1]
+        self._kernels.allocate(
+            missing, num_missing, floor, *mappings, state.slot_buffer, allocated, workspace
+        )
+        self._totals[layer].add_(counts)
+
+    def _require_room(self, what: str, rows: int) -> None:
+        if rows > self.capacity:
+            raise CapacityError(
+                f"{what} in one cache step needs {rows} device slots, the device pool has"
+                f" {self.capacity} a layer (--device-pool-tokens)"
+            )
+
+    def rows(self, layer: int) -> Tensor:
+        """See `KVCache`."""
+        return self._device_pool.rows[layer]
+
+    def release(self, host_slots: Tensor) -> None:
+        """See `KVCache`."""
+        state = self.state
+        slots = host_slots.to(device=state.priority.device, dtype=torch.int32).contiguous()
+        self._kernels.release(
+            slots, state.device_free, state.priority, state.device_to_host, state.host_to_device
+        )
+
+    def counters(self) -> list[LayerCounters]:
+        """See `KVCache`."""
+        resident = (self.state.device_free == 0).sum(dim=1).tolist()
+        return [
+            LayerCounters(
+                selected=row[_HITS] + row[_RECALLED],  # hits and misses, each distinct
+                recalled=row[_RECALLED],
+                evicted=row[_EVICTED],
+                resident=count,
+            )
+            for row, count in zip(self._totals.tolist(), resident, strict=True)
+        ]
+
+    def live_rows(self, live_host_slots: Tensor) -> int:
+        """See `KVCache`."""
+        return int(self._held(live_host_slots).sum(dim=1).max())
+
+    def check(self, live_host_slots: Tensor | None = None) -> None:
+        """See `KVCache`."""
+        self.state.check()
+        self._check_rows()
+        self._check_all_found_room()
+        if live_host_slots is not None:
+            resident = self.state.device_to_host >= 0
+            stale = (resident & ~self._held(live_host_slots)).nonzero()
+            if stale.shape[0]:
+                layer, slot = stale[0].tolist()
+                raise CacheInvariantError(
+                    f"{stale.shape[0]} resident rows belong to no live host slot, the first in"
+                    f" layer {layer}, device slot {slot}, host slot"
+                    f" {int(self.state.device_to_host[layer, slot])}"
+                )
+
+    def _held(self, live_host_slots: Tensor) -> Tensor:
+        """[L, N_G] bool: device slots that hold a live host slot."""
+        owners = self.state.device_to_host
+        live = live_host_slots.to(owners.device)[owners.clamp(min=0).long()]
+        return live & (owners >= 0)
+
+    def _check_rows(self) -> None:
+        """Invariant 3: resident rows are byte-equal to their host rows."""
+        host_rows, device_rows = self._host_pool.rows, self._device_pool.rows
+        for layer in range(self.state.num_layers):
+            owners = self.state.device_to_host[layer]
+            slots = (owners >= 0).nonzero().squeeze(1)
+            truth = host_rows[layer][owners[slots].long().to(host_rows.device)]
+            differs = (device_rows[layer][slots].to(host_rows.device) != truth).any(dim=1)
+            if bool(differs.any()):
+                slot = int(slots[differs.nonzero()[0]])
+                raise CacheInvariantError(
+                    f"layer {layer}: {int(differs.sum())} resident rows differ from their host"
+                    f" rows, the first in device slot {slot}, host slot {int(owners[slot])}"
+                )
+
+    def _check_all_found_room(self) -> None:
+        """Every row that was absent got a device slot; it didn't if a caller asked for too much."""
+        totals = self._totals
+        short = totals[:, _RECALLED] + totals[:, _WRITTEN] - totals[:, _ALLOCATED]
+        if bool((short != 0).any()):
+            layer = int(short.nonzero()[0])
+            raise CacheInvariantError(
+                f"layer {layer}: {int(short[layer])} rows found no device slot since start: the"
+                f" rows of one step exceeded the device pool of {self.capacity}"
+            )

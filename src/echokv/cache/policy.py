@@ -1,0 +1,51 @@
+"""How long a selected row should stay: eviction priorities.
+
+Knows the clock and the index scores of one selection; the ops take the lowest priority first.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from echokv.kernels.cache_args import SCORE_BITS
+from echokv.memory.slots import HostSlots
+
+_TOP_LEVEL = (1 << SCORE_BITS) - 1
+
+
+class EvictionPolicy(Protocol):
+    """Gives every selected row a priority within the current step's range."""
+
+    def priorities(self, clock: Tensor, scores: Tensor, host_slots: HostSlots) -> Tensor:
+        """Priorities of one selection.
+
+        Args:
+            clock: [1] int32, the current step.
+            scores: [T, k] float32 index scores; whatever where host_slots is -1.
+            host_slots: [T, k] int32, -1 for none.
+
+        Returns:
+            [T, k] int32 in [clock << 3, (clock << 3) + 7]; above clock << 3, the priority of rows
+            that are only written in this step, wherever host_slots is not -1.
+        """
+        ...
+
+
+class RecencyThenScore:
+    """Least recently selected goes first; within a step the lowest index score (paper, 4.2).
+
+    The low three bits are 1 to 7: where the score lies between the lowest and the highest of its
+    row. Rows of different requests are compared by that place, not by their scores, which have no
+    common scale.
+    """
+
+    def priorities(self, clock: Tensor, scores: Tensor, host_slots: HostSlots) -> Tensor:
+        """See `EvictionPolicy`."""
+        chosen = host_slots >= 0
+        low = torch.where(chosen, scores, torch.inf).amin(dim=1, keepdim=True)
+        high = torch.where(chosen, scores, -torch.inf).amax(dim=1, keepdim=True)
+        place = (scores - low) / (high - low)  # NaN where a row has one distinct score
+        place = torch.where(chosen, place, 0.0).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        level = 1 + (place.clamp(0, 1) * (_TOP_LEVEL - 1)).round().to(torch.int32)
+        return (clock << SCORE_BITS) + level

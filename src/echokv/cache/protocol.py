@@ -1,0 +1,109 @@
+"""What attention and the engine may ask of a KV cache, offloaded or not."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from echokv.memory.slots import DeviceSlots, HostSlots
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCounters:
+    """What one layer's device pool did since start, in rows; each counts once a cache step."""
+
+    selected: int  # distinct rows that attention asked for
+    recalled: int  # of those, fetched from host because they were absent
+    evicted: int
+    resident: int  # now
+
+
+class KVCache(Protocol):
+    """Rows of every layer, addressed by host slot.
+
+    A cache step lasts from one `begin_step` to the next. In one layer, the rows appended with
+    `keep` and the rows asked for in one step must fit the device pool together. Nothing in
+    `begin_step`, `append`, `make_resident` and `rows` waits for the device or depends in shape on
+    what tensors hold.
+    """
+
+    @property
+    def capacity(self) -> int:
+        """Device slots a layer."""
+        ...
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of mappings and priorities, all layers: the plan's line "metadata"."""
+        ...
+
+    def begin_step(self) -> None:
+        """Start a cache step: what the previous one protected may be evicted."""
+        ...
+
+    def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
+        """Write new rows to host, and keep the last of them resident in this step.
+
+        Args:
+            layer: decoder layer.
+            host_slots: [T] int32, distinct; -1 for rows to skip.
+            rows: [T, row_bytes] uint8.
+            keep: the rows at index >= T - keep become resident; the others only where they are
+                already.
+
+        Raises:
+            CapacityError: keep exceeds the device pool.
+        """
+        ...
+
+    def make_resident(self, layer: int, host_slots: HostSlots, scores: Tensor) -> DeviceSlots:
+        """Fetch what is missing of a selection and say where all of it is.
+
+        Args:
+            layer: decoder layer.
+            host_slots: [T, k] int32, -1 for none; duplicates allowed.
+            scores: [T, k] float32 index scores, which decide how long rows stay afterwards.
+
+        Returns:
+            [T, k] int32, -1 exactly where host_slots is -1; valid until the next step.
+
+        Raises:
+            CapacityError: T x k exceeds the device pool.
+        """
+        ...
+
+    def rows(self, layer: int) -> Tensor:
+        """[N_G, row_bytes] uint8: the rows that device slots name."""
+        ...
+
+    def release(self, host_slots: Tensor) -> None:
+        """Forget host slots in every layer, before they are handed out again.
+
+        Args:
+            host_slots: [M] int32 on any device.
+        """
+        ...
+
+    def counters(self) -> list[LayerCounters]:
+        """Figures of every layer; synchronises."""
+        ...
+
+    def live_rows(self, live_host_slots: Tensor) -> int:
+        """Resident rows whose host slot is in use, in the layer that has most; synchronises.
+
+        Args:
+            live_host_slots: [N_H] bool on any device.
+        """
+        ...
+
+    def check(self, live_host_slots: Tensor | None = None) -> None:
+        """Verify the cache invariants; synchronises and reads every resident row.
+
+        Args:
+            live_host_slots: [N_H] bool, host slots that are handed out; with it, a resident row
+                outside of them is an error too.
+
+        Raises:
+            CacheInvariantError: one doesn't hold; the message carries the numbers.
+        """
+        ...

@@ -1,0 +1,169 @@
+"""Start-up: from an EngineConfig to everything an engine owns, in the order that can fail early.
+
+Decides (resolve, plan), then loads weights, then takes the pools; checks the plan against what was
+really allocated.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from echokv.attention.context import ForwardContext, SelectionObserver
+from echokv.attention.sparse_mla import SparseAttention
+from echokv.cache.manager import CacheManager
+from echokv.cache.protocol import KVCache
+from echokv.cache.resident import ResidentCache
+from echokv.config import EngineConfig, ModelConfig
+from echokv.engine.resolve import resolve
+from echokv.engine.runner import ModelRunner
+from echokv.engine.scheduler import SchedulerLimits
+from echokv.engine.tokenizer import Tokenizer
+from echokv.indexer.indexer import Indexer
+from echokv.kernels.registry import Kernels, load_kernels
+from echokv.log import get_logger
+from echokv.memory.byte_plan import BytePlan
+from echokv.memory.formats import IndexKeyFormat, RowFormat
+from echokv.memory.host_memory import HostMemory
+from echokv.memory.plan import make_plan
+from echokv.memory.pools import DevicePool, HostPool, IndexKeyPool
+from echokv.models.registry import load_model, weight_bytes
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What an engine is made of."""
+
+    config: EngineConfig  # resolved
+    model_config: ModelConfig
+    model_name: str
+    plan: BytePlan
+    limits: SchedulerLimits
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    cache: KVCache
+    runner: ModelRunner
+    host_pool: HostPool | None
+
+    def close(self) -> None:
+        """Give the host pool back; nothing that uses it may be in flight."""
+        if self.config.device == "cuda":
+            torch.cuda.synchronize()
+        if self.host_pool is not None:
+            self.host_pool.close()
+
+
+def plan_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, BytePlan]:
+    """Decide everything without loading anything: the resolved config, the model's, the budget.
+
+    Raises:
+        ConfigError, CheckpointError, CapacityError: it can't be started as asked.
+    """
+    model_config = ModelConfig.from_dir(config.model)
+    config = resolve(config, model_config)
+    plan = make_plan(
+        model_config,
+        config,
+        _row_format(config, model_config),
+        _index_key_format(config, model_config),
+        weight_bytes=weight_bytes(model_config, getattr(torch, config.dtype)),
+        device_bytes=torch.cuda.mem_get_info()[0] if config.device == "cuda" else None,
+        host_bytes=HostMemory.read().usable,
+    )
+    return config, model_config, plan
+
+
+def build_engine_parts(
+    config: EngineConfig,
+    on_phase: Callable[[str], None],
+    observer: SelectionObserver | None = None,
+) -> EngineParts:
+    """Load the model and allocate every pool.
+
+    Args:
+        config: what the user chose.
+        on_phase: called with a few words before each part that takes time.
+        observer: sees every selection; for tests and traces.
+
+    Raises:
+        ConfigError, CheckpointError, CapacityError, KernelUnavailable: with what to change.
+    """
+    on_phase("planning memory")
+    model_name = config.served_model_name or Path(config.model).resolve().name
+    config, model_config, plan = plan_engine(config)
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    kernels = load_kernels(config.backend, device)
+    tokenizer = Tokenizer.from_dir(config.model)
+    on_phase("loading weights")
+    model = load_model(
+        config.model, model_config, dtype=dtype, device=device, token_tile=kernels.token_tile
+    )
+    on_phase("allocating the pools")
+    row_format = _row_format(config, model_config)
+    host_pool, cache = _cache(config, model_config, plan, row_format, kernels, device)
+    key_format = _index_key_format(config, model_config)
+    index_pool = IndexKeyPool(
+        len(model_config.index_layers), plan.num_host_blocks, key_format.page_bytes, device
+    )
+    allocated = {"index keys": index_pool.pages.nbytes}
+    if host_pool is not None:
+        allocated["host pool"] = host_pool.rows.nbytes
+    plan.verify(allocated)
+    topk = model_config.index_topk
+    context = ForwardContext(
+        Indexer(kernels, index_pool.pages, key_format, topk),
+        SparseAttention(kernels, cache, row_format, model_config.softmax_scale, topk),
+        observer,
+    )
+    logger.info(
+        "%s on %s: %s, kv cache %s, index keys %s, %s kernels, %s",
+        *(model_name, config.device, config.dtype, row_format.name, key_format.name),
+        *(kernels.name, "offloaded" if config.offload else "everything resident"),
+    )
+    return EngineParts(
+        config=config,
+        model_config=model_config,
+        model_name=model_name,
+        plan=plan,
+        limits=SchedulerLimits(
+            max_running=plan.max_running,
+            max_batched_tokens=config.max_num_batched_tokens,
+            max_waiting=config.max_waiting_requests,
+            max_model_len=plan.max_model_len,
+        ),
+        tokenizer=tokenizer,
+        eos_token_ids=tuple({*model_config.eos_token_ids, *tokenizer.eos_token_ids}),
+        cache=cache,
+        runner=ModelRunner(model, context, token_tile=kernels.token_tile, device=device),
+        host_pool=host_pool,
+    )
+
+
+def _cache(
+    config: EngineConfig,
+    model: ModelConfig,
+    plan: BytePlan,
+    row_format: RowFormat,
+    kernels: Kernels,
+    device: torch.device,
+) -> tuple[HostPool | None, KVCache]:
+    layers, row_bytes = model.num_hidden_layers, row_format.row_bytes
+    device_pool = DevicePool(layers, plan.device_slots, row_bytes, device)
+    plan.verify({"device pool": device_pool.rows.nbytes})
+    if not config.offload:
+        return None, ResidentCache(kernels, device_pool)
+    host_pool = HostPool(layers, plan.host_slots, row_bytes, device)
+    return host_pool, CacheManager(kernels, host_pool, device_pool)
+
+
+def _row_format(config: EngineConfig, model: ModelConfig) -> RowFormat:
+    return RowFormat(
+        name=config.kv_cache_dtype, latent_dim=model.kv_lora_rank, rope_dim=model.qk_rope_head_dim
+    )
+
+
+def _index_key_format(config: EngineConfig, model: ModelConfig) -> IndexKeyFormat:
+    return IndexKeyFormat(name=config.index_key_dtype, head_dim=model.index_head_dim)

@@ -1,0 +1,86 @@
+"""Turns every `auto` of an EngineConfig into a decision, once, for this machine and model."""
+
+import dataclasses
+import importlib.util
+
+import torch
+
+from echokv.config import EngineConfig, ModelConfig
+from echokv.errors import ConfigError
+from echokv.memory.formats import FP8_GROUP
+
+_DTYPES = ("float32", "bfloat16")
+_FP8_CAPABILITY = (8, 9)
+
+
+def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The same config with device, backend, dtypes and max_model_len decided.
+
+    Raises:
+        ConfigError: a value that this machine or model can't honour, with the flag to change.
+    """
+    device = _device(config)
+    dtype = _dtype(config, device)
+    kv_cache_dtype = _kv_cache_dtype(config, model, device, dtype)
+    return dataclasses.replace(
+        config,
+        device=device,
+        backend=_backend(config, device),
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        index_key_dtype=_index_key_dtype(config, kv_cache_dtype, dtype),
+        max_model_len=_max_model_len(config, model),
+    )
+
+
+def _device(config: EngineConfig) -> str:
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {config.device!r} is not one of auto, cpu, cuda")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch sees no CUDA device on this machine")
+    return config.device
+
+
+def _backend(config: EngineConfig, device: str) -> str:
+    if config.backend != "auto":
+        return config.backend
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ConfigError("--backend auto needs triton on CUDA: pip install triton")
+    return "triton" if device == "cuda" else "reference"
+
+
+def _dtype(config: EngineConfig, device: str) -> str:
+    if config.dtype == "auto":
+        return "bfloat16" if device == "cuda" else "float32"
+    if config.dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {config.dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    return config.dtype
+
+
+def _kv_cache_dtype(config: EngineConfig, model: ModelConfig, device: str, dtype: str) -> str:
+    if config.kv_cache_dtype != "auto":
+        return config.kv_cache_dtype
+    fp8 = device == "cuda" and torch.cuda.get_device_capability() >= _FP8_CAPABILITY
+    if fp8 and dtype == "bfloat16" and model.kv_lora_rank % FP8_GROUP == 0:
+        return "fp8_ds_mla"
+    return dtype
+
+
+def _index_key_dtype(config: EngineConfig, kv_cache_dtype: str, dtype: str) -> str:
+    if config.index_key_dtype != "auto":
+        return config.index_key_dtype
+    return "fp8" if kv_cache_dtype == "fp8_ds_mla" else dtype
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} exceeds the model's"
+            f" max_position_embeddings {limit}"
+        )
+    return config.max_model_len

@@ -1,0 +1,133 @@
+"""From scheduled tokens to logits: builds forward passes, runs the model, gathers sampled rows.
+
+A step is one or more passes. On the reference backend every pass has exactly `token_tile` rows
+(the last ones padding), so that a token's result is the same bits whatever shares its step; on
+GPU backends a step is one pass.
+"""
+
+import torch
+from torch import Tensor
+
+from echokv.attention.context import ForwardContext
+from echokv.cache.batch import ForwardBatch
+from echokv.engine.request import Request
+from echokv.engine.scheduler import ScheduledRequest
+from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT, HostSlots
+from echokv.models.deepseek_v32 import DeepseekV32
+
+
+class ModelRunner:
+    """Runs steps of the model.
+
+    Args:
+        model: the loaded model.
+        context: the indexer and attention that the model calls, with their pools.
+        token_tile: rows of every pass, or None for passes of any size.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV32,
+        context: ForwardContext,
+        *,
+        token_tile: int | None,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._context = context
+        self._token_tile = token_tile
+        self._device = device
+
+    @torch.inference_mode()
+    def execute(self, scheduled: list[ScheduledRequest]) -> Tensor:
+        """Compute all scheduled tokens.
+
+        Returns:
+            [S, vocab] float32 logits of the last token of each request whose `samples` is true,
+            in the order of `scheduled`.
+        """
+        rows = self._token_tile or sum(item.count for item in scheduled)
+        passes = split_into_passes(scheduled, rows)
+        hidden = [
+            self._model.forward(batch, self._context)[batch.sampled_rows]
+            for batch in (self._build(one) for one in passes)
+        ]
+        return self._logits(torch.cat(hidden))
+
+    def _build(self, items: list[ScheduledRequest]) -> ForwardBatch:
+        real = sum(item.count for item in items)
+        rows = self._token_tile or real
+        tokens, positions, slots, owners = [0] * rows, [0] * rows, [NO_SLOT] * rows, [0] * rows
+        sampled = []
+        row = 0
+        for owner, item in enumerate(items):
+            request = item.request
+            for position in range(item.start, item.start + item.count):
+                tokens[row] = request.token_ids[position]
+                positions[row] = position
+                slots[row] = _host_slot(request, position)
+                owners[row] = owner
+                row += 1
+            if item.samples:
+                sampled.append(row - 1)
+        lens = [position + 1 for position in positions[:real]] + [0] * (rows - real)
+        return ForwardBatch(
+            token_ids=self._tensor(tokens, torch.int64),
+            positions=self._tensor(positions, torch.int32),
+            context_lens=self._tensor(lens, torch.int32),
+            host_slots=HostSlots(self._tensor(slots, torch.int32)),
+            request_rows=self._tensor(owners, torch.int32),
+            block_tables=self._tensor(_block_tables(items), torch.int32),
+            sampled_rows=self._tensor(sampled, torch.int64),
+            max_context_len=max(lens),
+            num_real_tokens=real,
+        )
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """LM head over sampled rows, in tiles where the backend has them."""
+        if hidden.shape[0] == 0 or self._token_tile is None:
+            return self._model.compute_logits(hidden)
+        tiles = []
+        for start in range(0, hidden.shape[0], self._token_tile):
+            tile = hidden[start : start + self._token_tile]
+            padding = self._token_tile - tile.shape[0]
+            padded = torch.nn.functional.pad(tile, (0, 0, 0, padding))
+            tiles.append(self._model.compute_logits(padded)[: tile.shape[0]])
+        return torch.cat(tiles)
+
+    def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+
+def split_into_passes(
+    scheduled: list[ScheduledRequest], max_rows: int
+) -> list[list[ScheduledRequest]]:
+    """Cut a step into passes of at most max_rows tokens, keeping the order of tokens.
+
+    A request that is cut samples only in the pass that holds its last scheduled token.
+    """
+    passes: list[list[ScheduledRequest]] = []
+    room = 0
+    for item in scheduled:
+        start, end = item.start, item.start + item.count
+        while start < end:
+            if room == 0:
+                passes.append([])
+                room = max_rows
+            count = min(end - start, room)
+            passes[-1].append(ScheduledRequest(request=item.request, start=start, count=count))
+            start += count
+            room -= count
+    return passes
+
+
+def _host_slot(request: Request, position: int) -> int:
+    return request.block_ids[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
+
+
+def _block_tables(items: list[ScheduledRequest]) -> list[list[int]]:
+    width = max(len(item.request.block_ids) for item in items)
+    return [
+        item.request.block_ids + [NO_SLOT] * (width - len(item.request.block_ids)) for item in items
+    ]

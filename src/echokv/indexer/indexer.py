@@ -1,0 +1,125 @@
+"""The lightning indexer's memory: one key a token, scored against every query; gives the top-k.
+
+Knows the index-key pages and nothing of the model around it: queries, keys and head weights come
+ready (`models.index_projections`). Selections speak host slots; where a row sits is the cache's
+matter.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echokv.cache.batch import ForwardBatch, positions_to_host_slots
+from echokv.kernels.reference.index_scores import score_width
+from echokv.kernels.registry import Kernels
+from echokv.memory.formats import IndexKeyFormat
+from echokv.memory.slots import HostSlots
+
+MAX_SCORE_BYTES = 256 << 20
+"""Most bytes of scores alive at once; a longer prefill chunk is scored in several pieces."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows that one layer's attention reads, for each token of a pass.
+
+    Entries are in ascending position and the valid ones come first: the order in which attention
+    sums, so that it depends neither on slots nor on scores.
+    """
+
+    positions: Tensor  # [T, k] int32, -1 padded
+    host_slots: HostSlots  # [T, k] int32, -1 padded
+    scores: Tensor  # [T, k] float32, -inf where positions is -1
+    kth_scores: Tensor  # [T] float32: lowest selected score; -inf below k valid tokens
+
+
+def rows_per_score_piece(max_context_len: int) -> int:
+    """Rows scored at once so that the scores take at most MAX_SCORE_BYTES (or one row)."""
+    return max(1, MAX_SCORE_BYTES // (4 * score_width(max_context_len)))
+
+
+def score_workspace_bytes(num_tokens: int, max_context_len: int) -> int:
+    """Bytes of scores that `Indexer.select` holds at most; for the byte plan."""
+    rows = min(num_tokens, rows_per_score_piece(max_context_len))
+    return 4 * rows * score_width(max_context_len)
+
+
+class Indexer:
+    """Index keys of every layer that has an indexer, and exact top-k over them.
+
+    Args:
+        kernels: the backend.
+        pages: [L_index, n_pages, page_bytes] uint8; page id == host block id.
+        fmt: how a page is laid out.
+        topk: entries of a selection (`index_topk`).
+    """
+
+    def __init__(self, kernels: Kernels, pages: Tensor, fmt: IndexKeyFormat, topk: int) -> None:
+        self._kernels = kernels
+        self._pages = pages
+        self._fmt = fmt
+        self.topk = topk
+
+    def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
+        """Store the keys of this pass's tokens; padding is skipped.
+
+        Args:
+            index_layer: place among the layers that have an indexer.
+            keys: [T, D] float, normed and rotated.
+            batch: the pass; `host_slots` says where each key goes.
+        """
+        self._kernels.write_index_keys(keys, batch.host_slots, self._pages[index_layer], self._fmt)
+
+    def select(
+        self, index_layer: int, query: Tensor, weights: Tensor, batch: ForwardBatch
+    ) -> Selection:
+        """The exact top-k of every row, ties to the lower position.
+
+        Args:
+            index_layer: place among the layers that have an indexer.
+            query: [T, H, D] float, rotated.
+            weights: [T, H] float32, times H^-0.5 already.
+            batch: the pass; its keys must have been appended.
+        """
+        step = rows_per_score_piece(batch.max_context_len)
+        pieces = [
+            self._select_rows(index_layer, query, weights, batch, slice(start, start + step))
+            for start in range(0, batch.num_tokens, step)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return Selection(
+            positions=torch.cat([piece.positions for piece in pieces]),
+            host_slots=HostSlots(torch.cat([piece.host_slots for piece in pieces])),
+            scores=torch.cat([piece.scores for piece in pieces]),
+            kth_scores=torch.cat([piece.kth_scores for piece in pieces]),
+        )
+
+    def _select_rows(
+        self,
+        index_layer: int,
+        query: Tensor,
+        weights: Tensor,
+        batch: ForwardBatch,
+        rows: slice,
+    ) -> Selection:
+        request_rows, context_lens = batch.request_rows[rows], batch.context_lens[rows]
+        scores = self._kernels.index_scores(
+            query[rows],
+            weights[rows],
+            self._pages[index_layer],
+            self._fmt,
+            batch.block_tables,
+            request_rows,
+            context_lens,
+            batch.max_context_len,
+        )  # [t, W]
+        positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
+        selected = scores.gather(1, positions.clamp(min=0).long())
+        return Selection(
+            positions=positions,
+            host_slots=positions_to_host_slots(positions, request_rows, batch.block_tables),
+            scores=selected.masked_fill(positions < 0, float("-inf")),
+            kth_scores=kth_scores,
+        )

@@ -1,0 +1,135 @@
+"""The lightning indexer's scores; contract in `kernels/reference/index_scores.py`.
+
+Portable: one program scores one row against a few pages. Rows of one request read the same pages
+through the L2 cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from echokv.kernels.reference.index_scores import check_scores_args, score_width
+from echokv.kernels.triton.index_keys import quantise_query
+from echokv.kernels.triton.numerics import dot, round_to
+from echokv.memory.formats import IndexKeyFormat
+from echokv.memory.slots import BLOCK_TOKENS
+
+_PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PAGES_PER_PROGRAM = 4
+_SMALLEST_DOT = 32  # the least K of an fp8 dot; M and N need 16
+
+
+def index_scores(
+    query: Tensor,
+    weights: Tensor,
+    pages: Tensor,
+    fmt: IndexKeyFormat,
+    block_tables: Tensor,
+    request_rows: Tensor,
+    context_lens: Tensor,
+    max_context_len: int,
+) -> Tensor:
+    """Scores of query [T, H, D] against each row's keys: [T, W] float32, -inf past the context."""
+    check_scores_args(
+        query, weights, pages, fmt, block_tables, request_rows, context_lens, max_context_len
+    )
+    tokens, heads, dim = query.shape
+    width = score_width(max_context_len)
+    out = torch.empty(tokens, width, dtype=torch.float32, device=query.device)
+    if tokens == 0:
+        return out
+    is_fp8 = fmt.name == "fp8"
+    factor = dim**-0.5
+    if is_fp8:
+        query, weights = quantise_query(query, weights, dim)
+        factor = 1.0  # folded into the weights
+    values = pages.view(torch.float8_e4m3fn if is_fp8 else _PLAIN[fmt.name])
+    grid = (triton.cdiv(width // BLOCK_TOKENS, _PAGES_PER_PROGRAM), tokens)
+    _index_scores[grid](
+        query,
+        weights,
+        values,
+        pages.view(torch.float32),
+        block_tables,
+        request_rows,
+        context_lens,
+        out,
+        factor,
+        heads,
+        dim,
+        block_tables.shape[1],
+        width,
+        values.shape[1],
+        fmt.page_bytes // 4,
+        BLOCK_TOKENS,
+        _PAGES_PER_PROGRAM,
+        max(16, triton.next_power_of_2(heads)),
+        max(_SMALLEST_DOT, triton.next_power_of_2(dim)),
+        is_fp8,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _index_scores(
+    query,  # [T, H, D]; e4m3 already when the pages are
+    weights,  # [T, H]
+    values,  # [n_pages, page_values] keys in the pages' dtype
+    scales,  # [n_pages, page_scales] the same bytes as fp32
+    block_tables,  # [R, B]
+    request_rows,  # [T]
+    context_lens,  # [T]
+    out,  # [T, width]
+    factor,  # on the weights
+    heads,
+    dim,
+    num_blocks,
+    width,
+    page_values,
+    page_scales,
+    PAGE: tl.constexpr,
+    PAGES: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """Program (group of pages, row). A page's sums depend on nothing but that page and row."""
+    row = tl.program_id(1).to(tl.int64)
+    first_page = tl.program_id(0) * PAGES
+    length = tl.load(context_lens + row)
+    table = block_tables + tl.load(request_rows + row).to(tl.int64) * num_blocks
+    key = tl.arange(0, PAGE)
+    head = tl.arange(0, BLOCK_HEADS)
+    column = tl.arange(0, BLOCK_DIM)
+    key_at = key[:, None] * dim + column[None, :]
+    query_mask = (head[:, None] < heads) & (column[None, :] < dim)
+    query_at = row * heads * dim + head[:, None] * dim + column[None, :]
+    if first_page * PAGE < length:
+        q = tl.load(query + query_at, mask=query_mask, other=0.0)  # [H, D]
+        if not IS_FP8:
+            q = round_to(q.to(tl.float32), values.dtype.element_ty)
+        w = tl.load(weights + row * heads + head, mask=head < heads, other=0.0) * factor
+        for i in range(PAGES):
+            page = first_page + i
+            position = page * PAGE + key
+            # A page past the context need not exist: read none, and mask what comes of it.
+            exists = page * PAGE < length
+            page_id = tl.load(table + page, mask=exists, other=0).to(tl.int64)
+            k = tl.load(
+                values + page_id * page_values + key_at,
+                mask=exists & (column[None, :] < dim),
+                other=0.0,
+            )  # [S, D]
+            dots = tl.maximum(dot(k, tl.trans(q)), 0.0)  # [S, H]
+            score = tl.sum(dots * w[None, :], axis=1)
+            if IS_FP8:
+                at = page_id * page_scales + PAGE * dim // 4 + key
+                score = score * tl.load(scales + at, mask=position < length, other=0.0)
+            score = tl.where(position < length, score, float("-inf"))
+            tl.store(out + row * width + position, score, mask=position < width)
+    else:
+        position = first_page * PAGE + tl.arange(0, PAGES * PAGE)
+        nothing = tl.full((PAGES * PAGE,), float("-inf"), tl.float32)
+        tl.store(out + row * width + position, nothing, mask=position < width)

@@ -1,0 +1,223 @@
+"""Sparse latent attention, split over keys; contract in `kernels/reference/sparse_mla.py`.
+
+One program attends a block of heads to a fixed piece of a token's rows and leaves a partial
+result; a second kernel merges the pieces in order. The pieces depend on k alone, so a token's
+result is the same in any batch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from echokv.kernels.reference.sparse_mla import check_mla_args
+from echokv.kernels.triton.numerics import dot, round_to
+from echokv.memory.formats import FP8_GROUP, RowFormat
+
+_SPLIT_ROWS = 256  # rows of one program
+_TOKENS_AT_ONCE = 64  # bounds the partial results: 8 splits x 128 heads x 512 fp32 is 2 MiB each
+_PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def sparse_mla(
+    query: Tensor, rows: Tensor, device_slots: Tensor, fmt: RowFormat, scale: float
+) -> Tensor:
+    """Attend query [T, H, latent + rope] to rows named by device_slots [T, k]: [T, H, latent]."""
+    check_mla_args(query, rows, device_slots, fmt)
+    tokens, heads, _ = query.shape
+    out = torch.empty(tokens, heads, fmt.latent_dim, dtype=query.dtype, device=query.device)
+    splits = triton.cdiv(device_slots.shape[1], _SPLIT_ROWS)
+    at_once = min(tokens, _TOKENS_AT_ONCE)
+    partial = torch.empty(
+        at_once, splits, heads, fmt.latent_dim, dtype=torch.float32, device=query.device
+    )
+    logsums = torch.empty(at_once, splits, heads, dtype=torch.float32, device=query.device)
+    for first in range(0, tokens, _TOKENS_AT_ONCE):
+        part = slice(first, first + _TOKENS_AT_ONCE)
+        _attend(query[part], rows, device_slots[part], fmt, scale, partial, logsums, out[part])
+    return out
+
+
+def _attend(
+    query: Tensor,
+    rows: Tensor,
+    device_slots: Tensor,
+    fmt: RowFormat,
+    scale: float,
+    partial: Tensor,
+    logsums: Tensor,
+    out: Tensor,
+) -> None:
+    tokens, heads, _ = query.shape
+    k, splits = device_slots.shape[1], logsums.shape[1]
+    is_fp8 = fmt.name == "fp8_ds_mla"
+    values = rows.view(torch.float8_e4m3fn if is_fp8 else _PLAIN[fmt.name])
+    ropes = rows.view(torch.bfloat16) if is_fp8 else values
+    rope_at = (fmt.latent_dim + 4 * (fmt.latent_dim // FP8_GROUP)) // 2
+    # fp32 products take no tensor cores and four times the registers: smaller tiles.
+    wide = query.dtype == torch.bfloat16
+    block_heads = max(16, min(64 if wide else 16, triton.next_power_of_2(heads)))
+    block_rows = 32 if wide else 16
+    _attend_split[(triton.cdiv(heads, block_heads), splits, tokens)](
+        query,
+        values,
+        rows.view(torch.float32),
+        ropes,
+        device_slots,
+        partial,
+        logsums,
+        scale * 1.4426950408889634,
+        heads,
+        k,
+        values.shape[1],
+        fmt.row_bytes // 4,
+        ropes.shape[1],
+        rope_at if is_fp8 else fmt.latent_dim,
+        fmt.latent_dim,
+        fmt.rope_dim,
+        FP8_GROUP,
+        min(_SPLIT_ROWS, triton.cdiv(k, block_rows) * block_rows),
+        block_heads,
+        block_rows,
+        max(16, triton.next_power_of_2(fmt.latent_dim)),
+        max(16, triton.next_power_of_2(fmt.rope_dim)),
+        is_fp8,
+        num_warps=8 if block_heads == 64 else 4,
+        num_stages=2 if wide else 1,
+    )
+    _merge_splits[(heads, tokens)](
+        partial,
+        logsums,
+        out,
+        heads,
+        fmt.latent_dim,
+        splits,
+        triton.next_power_of_2(splits),
+        max(16, triton.next_power_of_2(fmt.latent_dim)),
+    )
+
+
+@triton.jit
+def _attend_split(
+    query,  # [T, H, latent_dim + rope_dim]
+    values,  # [N, row_values] latent in the rows' dtype (e4m3 for fp8)
+    scales,  # [N, row_scales] the same bytes as fp32
+    ropes,  # [N, row_ropes] the same bytes in the rope part's dtype
+    device_slots,  # [T, k]
+    partial,  # [T, splits, H, latent_dim] fp32 out
+    logsums,  # [T, splits, H] fp32 out: log2 of the split's sum; -inf: nothing, partial unwritten
+    scale_log2,
+    heads,
+    k,
+    row_values,
+    row_scales,
+    row_ropes,
+    rope_at,  # where the rope part starts in a row of ropes
+    latent_dim,
+    rope_dim,
+    GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """Program (block of heads, split, token)."""
+    token = tl.program_id(2).to(tl.int64)
+    split = tl.program_id(1)
+    head = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    head_ok = head < heads
+    sums_at = (token * tl.num_programs(1) + split) * heads + head
+    slots = device_slots + token * k
+    if tl.load(slots + split * SPLIT) < 0:
+        tl.store(logsums + sums_at, tl.full((BLOCK_HEADS,), float("-inf"), tl.float32), head_ok)
+        return
+    dtype: tl.constexpr = query.dtype.element_ty
+    latent_column = tl.arange(0, BLOCK_LATENT)
+    rope_column = tl.arange(0, BLOCK_ROPE)
+    latent_ok = latent_column < latent_dim
+    rope_ok = rope_column < rope_dim
+    query_row = (query + (token * heads + head) * (latent_dim + rope_dim))[:, None]
+    q_latent = tl.load(
+        query_row + latent_column[None, :], mask=head_ok[:, None] & latent_ok[None, :], other=0.0
+    )
+    q_rope = tl.load(
+        query_row + latent_dim + rope_column[None, :],
+        mask=head_ok[:, None] & rope_ok[None, :],
+        other=0.0,
+    )
+    top = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_HEADS,), tl.float32)
+    acc = tl.zeros((BLOCK_HEADS, BLOCK_LATENT), tl.float32)
+    for start in range(0, SPLIT, BLOCK_ROWS):
+        index = split * SPLIT + start + tl.arange(0, BLOCK_ROWS)
+        slot = tl.load(slots + index, mask=index < k, other=-1).to(tl.int64)
+        named = slot >= 0
+        latent_mask = named[:, None] & latent_ok[None, :]
+        rope_mask = named[:, None] & rope_ok[None, :]
+        latent = tl.load(
+            values + slot[:, None] * row_values + latent_column[None, :],
+            mask=latent_mask,
+            other=0.0,
+        )  # [rows, latent]
+        if IS_FP8:
+            scale_at = (latent_dim + latent_column[None, :] // GROUP * 4) // 4
+            factor = tl.load(
+                scales + slot[:, None] * row_scales + scale_at, mask=latent_mask, other=0.0
+            )
+            latent = latent.to(tl.float32) * factor
+        latent = round_to(latent.to(tl.float32), dtype)
+        rope = tl.load(
+            ropes + slot[:, None] * row_ropes + rope_at + rope_column[None, :],
+            mask=rope_mask,
+            other=0.0,
+        )
+        rope = round_to(rope.to(tl.float32), dtype)
+        logits = dot(q_latent, tl.trans(latent)) + dot(q_rope, tl.trans(rope))
+        logits = tl.where(named[None, :], logits * scale_log2, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, axis=1))
+        # Nothing named so far: -inf - -inf would be NaN.
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp2(top - shift)
+        probs = tl.exp2(logits - shift[:, None])
+        total = total * fade + tl.sum(probs, axis=1)
+        acc = acc * fade[:, None] + dot(round_to(probs, dtype), latent)
+        top = higher
+    tl.store(logsums + sums_at, top + tl.log2(total), mask=head_ok)
+    target = partial + sums_at[:, None] * latent_dim + latent_column[None, :]
+    tl.store(target, acc / total[:, None], mask=head_ok[:, None] & latent_ok[None, :])
+
+
+@triton.jit
+def _merge_splits(
+    partial,  # [T, splits, H, latent_dim] fp32
+    logsums,  # [T, splits, H] fp32
+    out,  # [T, H, latent_dim]
+    heads,
+    latent_dim,
+    SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+):
+    """Program (head, token): the splits' results, weighted by their sums, in order."""
+    token = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0)
+    column = tl.arange(0, BLOCK_LATENT)
+    split = tl.arange(0, BLOCK_SPLITS)
+    sums_at = (token * SPLITS + split) * heads + head
+    sums = tl.load(logsums + sums_at, mask=split < SPLITS, other=float("-inf"))
+    top = tl.max(sums, axis=0)
+    weights = tl.exp2(sums - tl.where(top == float("-inf"), 0.0, top))
+    acc = tl.zeros((BLOCK_LATENT,), tl.float32)
+    for i in range(SPLITS):
+        weight = tl.sum(tl.where(split == i, weights, 0.0), axis=0)
+        at = ((token * SPLITS + i) * heads + head) * latent_dim + column
+        # A split of weight 0 may never have been written.
+        part = tl.load(partial + at, mask=column < tl.where(weight > 0.0, latent_dim, 0), other=0.0)
+        acc += weight * part
+    total = tl.sum(weights, axis=0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    result = round_to(acc, out.dtype.element_ty)
+    target = out + (token * heads + head) * latent_dim + column
+    tl.store(target, result, mask=column < latent_dim)

@@ -1,0 +1,208 @@
+"""Host memory that the GPU reads and writes directly: exact size, touched, registered.
+
+torch's own pinned allocator rounds sizes up to a power of two and faults pages in one by one, so
+the host pool maps its memory itself: anonymous huge pages, spread over NUMA nodes, touched by
+several threads, then registered with CUDA in chunks.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from echokv.errors import CapacityError
+from echokv.log import get_logger, progress
+from echokv.memory.host_memory import online_numa_nodes, require_host_bytes
+
+logger = get_logger(__name__)
+
+REGISTER_CHUNK_BYTES = 64 * 2**30
+"""Most bytes of one registration; recent drivers refuse one range of 512 GiB or more."""
+
+TOUCH_CHUNK_BYTES = 256 * 2**20
+"""Bytes that one thread touches at a time; the progress bar moves in these."""
+
+_MAX_TOUCH_THREADS = 32
+_GIB = 2**30
+_MPOL_INTERLEAVE = 3
+_MBIND_SYSCALL = {"x86_64": 237, "aarch64": 235}
+
+
+class Registrar(Protocol):
+    """Makes ranges of host memory accessible to a device."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Register one range; raises RuntimeError when the driver refuses."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register` of the range that begins at address."""
+        ...
+
+
+class CudaRegistrar:
+    """cudaHostRegister, for every CUDA context and mapped into the device's address space."""
+
+    _PORTABLE_AND_MAPPED = 1 | 2
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See `Registrar`."""
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, self._PORTABLE_AND_MAPPED))
+
+    def unregister(self, address: int) -> None:
+        """See `Registrar`."""
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostUnregister(address))
+
+
+class PinnedBuffer:
+    """One range of page-locked host memory, exactly as large as asked, zeroed.
+
+    `close` only when no kernel that uses the memory is in flight and no view will be read: the
+    device loses access at once, the bytes go back with the last view.
+
+    Args:
+        nbytes: size.
+        what: its name in errors and on the progress bar.
+        flag: what to change when memory does not suffice.
+        registrar: None: `CudaRegistrar`.
+        register_chunk_bytes: most bytes of one registration, a multiple of the page size.
+
+    Attributes:
+        tensor: [nbytes] uint8, page-aligned.
+
+    Raises:
+        CapacityError: not enough memory, or the driver refuses to register it.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        what: str,
+        flag: str,
+        registrar: Registrar | None = None,
+        register_chunk_bytes: int = REGISTER_CHUNK_BYTES,
+    ) -> None:
+        assert register_chunk_bytes % mmap.PAGESIZE == 0, "chunks end on page boundaries"
+        require_host_bytes(nbytes, what=what, flag=flag)
+        self._registrar = registrar or CudaRegistrar()
+        self._registered: list[int] = []
+        self.tensor = _map_anonymous(nbytes, what, flag)
+        interleave_over_numa_nodes(self.tensor.data_ptr(), nbytes, online_numa_nodes())
+        _touch(self.tensor, what)
+        self._register(register_chunk_bytes, what, flag)
+
+    def _register(self, chunk_bytes: int, what: str, flag: str) -> None:
+        base, nbytes = self.tensor.data_ptr(), self.tensor.numel()
+        chunks = list(_chunks(nbytes, chunk_bytes))
+        for start, size in progress(chunks, total=len(chunks), what=f"registering {what}"):
+            try:
+                self._registrar.register(base + start, size)
+            except RuntimeError as error:
+                self.close()
+                raise CapacityError(
+                    f"registering the {what} failed after {start / _GIB:.2f} of"
+                    f" {nbytes / _GIB:.2f} GiB: {error}; check the limit on locked memory"
+                    f" (ulimit -l) or lower {flag}"
+                ) from error
+            self._registered.append(base + start)
+        logger.info("%s: %.2f GiB registered in %d chunks", what, nbytes / _GIB, len(chunks))
+
+    def close(self) -> None:
+        """Unregister and let go of the memory; safe to call twice."""
+        while self._registered:
+            self._registrar.unregister(self._registered.pop())
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+def _chunks(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, nbytes, chunk_bytes):
+        yield start, min(chunk_bytes, nbytes - start)
+
+
+def _map_anonymous(nbytes: int, what: str, flag: str) -> Tensor:
+    """Fresh zero pages, huge where the kernel can; freed when the last view of the tensor goes."""
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError) as error:
+        raise CapacityError(
+            f"mapping {nbytes / _GIB:.2f} GiB for the {what} failed: {error}; lower {flag}"
+        ) from error
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:  # a kernel without huge pages: slower to touch, not wrong
+        logger.warning("%s: no huge pages: %s", what, error)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _touch(tensor: Tensor, what: str) -> None:
+    """Fault every page in, in parallel: ctypes calls run without the interpreter lock."""
+    base, chunks = tensor.data_ptr(), list(_chunks(tensor.numel(), TOUCH_CHUNK_BYTES))
+
+    def touch(chunk: tuple[int, int]) -> None:
+        ctypes.memset(base + chunk[0], 0, chunk[1])
+
+    threads = min(_MAX_TOUCH_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads) as pool:
+        done = pool.map(touch, chunks)
+        for _ in progress(done, total=len(chunks), what=f"touching {what}", unit="chunk"):
+            continue
+
+
+def interleave_over_numa_nodes(
+    address: int,
+    nbytes: int,
+    nodes: list[int],
+    mbind: Callable[[int, int, int, list[int]], None] | None = None,
+) -> None:
+    """Spread untouched pages evenly over NUMA nodes; does nothing when there is only one.
+
+    One node's memory would otherwise fill up, or one socket's link carry every transfer. A kernel
+    that refuses is logged: placement is a matter of speed only.
+
+    Args:
+        address: page-aligned start.
+        nbytes: size of the range.
+        nodes: nodes that have memory.
+        mbind: stands in for the system call in tests: address, nbytes, policy, nodes.
+    """
+    if len(nodes) < 2:
+        logger.info("host memory: one NUMA node, nothing to spread")
+        return
+    try:
+        (mbind or _mbind)(address, nbytes, _MPOL_INTERLEAVE, nodes)
+    except OSError as error:
+        logger.warning("host memory: not spread over NUMA nodes %s: %s", nodes, error)
+    else:
+        logger.info("host memory: spread over NUMA nodes %s", nodes)
+
+
+def _mbind(address: int, nbytes: int, policy: int, nodes: list[int]) -> None:
+    """The mbind system call (man 2 mbind); raises OSError when it fails."""
+    number = _MBIND_SYSCALL.get(platform.machine())
+    if number is None:
+        raise OSError(f"mbind's number on {platform.machine()} is unknown")
+    words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
+    for node in nodes:
+        words[node // 64] |= 1 << (node % 64)
+    libc = ctypes.CDLL(None, use_errno=True)
+    status = libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(nbytes),
+        ctypes.c_int(policy),
+        words,
+        ctypes.c_ulong(64 * len(words) + 1),
+        ctypes.c_uint(0),
+    )
+    if status:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

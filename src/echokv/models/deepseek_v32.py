@@ -1,0 +1,116 @@
+"""DeepSeek-V3.2 and its relatives (GLM-5): decoder layers around MLA with a lightning indexer.
+
+Inference only. Module and parameter names follow the checkpoints' (`models.weights` maps the few
+that are stored differently). All state between passes lives in the `ForwardContext`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from echokv.attention.context import ForwardContext
+from echokv.cache.batch import ForwardBatch
+from echokv.config import ModelConfig
+from echokv.indexer.indexer import Selection
+from echokv.models.layers import Embedding, GatedMLP, Linear, RMSNorm
+from echokv.models.mla import MLA
+from echokv.models.moe import MoE
+from echokv.models.rope import Rope
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: torch.dtype, token_tile: int | None
+    ) -> None:
+        super().__init__()
+        self.self_attn = MLA(config, layer, dtype)
+        self.mlp: nn.Module
+        if config.mlp_layer_types[layer] == "sparse":
+            self.mlp = MoE(config, dtype, token_tile)
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        context: ForwardContext,
+        angles: tuple[Tensor, Tensor],
+        selection: Selection | None,
+    ) -> tuple[Tensor, Selection]:
+        """[T, hidden] -> [T, hidden], and the selection for a following shared layer."""
+        attended, selection = self.self_attn(
+            self.input_layernorm(hidden), batch, context, angles, selection
+        )
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), selection
+
+
+class DeepseekV32(nn.Module):
+    """The whole model, its weights uninitialised until `models.weights.load_weights` fills them.
+
+    Args:
+        config: shapes and switches.
+        dtype: of weights and activations, float32 or bfloat16; norms, the router and the index
+            heads' weights are float32 in either case.
+        device: where weights live; "meta" allocates nothing.
+        token_tile: rows that every pass has (`Kernels.token_tile`), or None for any number.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        token_tile: int | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self._token_tile = token_tile
+        self._rope = Rope(config.rope, config.qk_rope_head_dim, device)
+        with device:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+            self.layers = nn.ModuleList(
+                DecoderLayer(config, layer, dtype, token_tile)
+                for layer in range(config.num_hidden_layers)
+            )
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, batch: ForwardBatch, context: ForwardContext) -> Tensor:
+        """Run one pass and store its rows and index keys.
+
+        Args:
+            batch: the pass; exactly `token_tile` rows where there is a tile.
+            context: indexer and attention over the memory of earlier passes.
+
+        Returns:
+            [T, hidden], final norm applied; rows of padding are meaningless.
+        """
+        assert self._token_tile in (None, batch.num_tokens), "the runner pads passes to the tile"
+        context.attention.begin_pass()
+        angles = self._rope.angles(batch.positions)
+        hidden: Tensor = self.embed_tokens(batch.token_ids)
+        selection: Selection | None = None
+        for layer in self.layers:
+            hidden, selection = layer(hidden, batch, context, angles, selection)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of some rows of `forward`'s result, which the caller pads to a fixed shape.
+
+        Args:
+            hidden: [S, hidden].
+
+        Returns:
+            [S, vocab] float32.
+        """
+        logits: Tensor = self.lm_head(hidden)
+        return logits.float()

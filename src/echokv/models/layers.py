@@ -1,0 +1,85 @@
+"""The plain layers: weights in the compute dtype, norms in float32.
+
+Parameters are created uninitialised on the current default device and never train; the loader
+fills them (`models.weights`).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised parameter without gradient."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """x [..., in_features] -> [..., out_features], no bias."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = weight(out_features, in_features, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply in the dtype of the weight, which x must have."""
+        return functional.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """token ids [T] -> [T, dim]."""
+
+    def __init__(self, num_embeddings: int, dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = weight(num_embeddings, dim, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look the rows up."""
+        return functional.embedding(ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; float32 inside, the dtype of x outside."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = weight(dim, dtype=torch.float32)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        return (wide * scale * self.weight).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm with bias; float32 inside, the dtype of x outside."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = weight(dim, dtype=torch.float32)
+        self.bias = weight(dim, dtype=torch.float32)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        shape = self.weight.shape
+        return functional.layer_norm(x.float(), shape, self.weight, self.bias, self._eps).to(
+            x.dtype
+        )
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)): dense layers and shared experts."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, dtype)
+        self.up_proj = Linear(hidden_size, intermediate_size, dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out

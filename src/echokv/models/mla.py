@@ -1,0 +1,132 @@
+"""Multi-head latent attention in absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Queries are brought into the latent space (through the key half of kv_b_proj), so that attention
+reads the cached rows as they are; its output leaves the latent space through the value half.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from echokv.attention.context import ForwardContext
+from echokv.cache.batch import ForwardBatch
+from echokv.config import ModelConfig
+from echokv.indexer.indexer import Selection
+from echokv.models.index_projections import IndexProjections
+from echokv.models.layers import Linear, RMSNorm, weight
+from echokv.models.rope import rotate_interleaved
+
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the two latent norms: DeepSeek's and HF's default, whatever rms_norm_eps says."""
+
+
+class LatentExpansion(nn.Module):
+    """kv_b_proj, kept per head and used in both directions.
+
+    `weight` is [H, nope + v, latent]: the key half absorbs queries, the value half expands
+    attention outputs.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._nope = config.qk_nope_head_dim
+        self.weight = weight(
+            config.num_attention_heads,
+            self._nope + config.v_head_dim,
+            config.kv_lora_rank,
+            dtype=dtype,
+        )
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        """[T, H, nope] -> [T, H, latent]."""
+        return torch.bmm(q_nope.transpose(0, 1), self.weight[:, : self._nope]).transpose(0, 1)
+
+    def expand_values(self, latent: Tensor) -> Tensor:
+        """[T, H, latent] -> [T, H, v]."""
+        values = self.weight[:, self._nope :].transpose(1, 2)  # [H, latent, v]
+        return torch.bmm(latent.transpose(0, 1), values).transpose(0, 1)
+
+
+class MLA(nn.Module):
+    """One layer's attention, its indexer included where it has one.
+
+    Args:
+        config: shapes.
+        layer: which decoder layer.
+        dtype: of weights and activations.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._layer = layer
+        self._heads = config.num_attention_heads
+        self._q_dims = (config.qk_nope_head_dim, config.qk_rope_head_dim)
+        self._kv_dims = (config.kv_lora_rank, config.qk_rope_head_dim)
+        self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, dtype)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
+        self.q_b_proj = Linear(config.q_lora_rank, self._heads * sum(self._q_dims), dtype)
+        self.kv_a_proj_with_mqa = Linear(config.hidden_size, sum(self._kv_dims), dtype)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = LatentExpansion(config, dtype)
+        self.o_proj = Linear(self._heads * config.v_head_dim, config.hidden_size, dtype)
+        self.indexer = None
+        if layer in config.index_layers:
+            self.indexer = IndexProjections(config, dtype)
+            self._index_layer = config.index_layers.index(layer)
+
+    def forward(
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        context: ForwardContext,
+        angles: tuple[Tensor, Tensor],
+        selection: Selection | None,
+    ) -> tuple[Tensor, Selection]:
+        """Store this pass's rows and index keys, select, attend.
+
+        A row is the normed latent, then the rotated rope part in the projection's own interleaved
+        order (pairs adjacent), which is how DeepSeek's cache and FlashMLA's callers store it.
+
+        Args:
+            x: [T, hidden], normed.
+            batch: the pass.
+            context: indexer, attention and observer.
+            angles: cosines and sines, each [T, rope_dim / 2].
+            selection: the previous full layer's; used by layers without an indexer.
+
+        Returns:
+            [T, hidden], and the selection that was attended.
+        """
+        q_latent: Tensor = self.q_a_layernorm(self.q_a_proj(x))
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split(self._kv_dims, -1)
+        latent = self.kv_a_layernorm(latent)
+        context.attention.append(self._layer, latent, rotate_interleaved(k_rope, *angles), batch)
+        selection = self._select(x, q_latent, batch, context, angles, selection)
+        query = self._absorbed_query(q_latent, angles)
+        attended = context.attention.attend(self._layer, query, selection, batch)
+        values = self.kv_b_proj.expand_values(attended)  # [T, H, v]
+        return self.o_proj(values.flatten(1)), selection
+
+    def _absorbed_query(self, q_latent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """[T, q_lora_rank] -> [T, H, latent + rope]."""
+        query = self.q_b_proj(q_latent).unflatten(-1, (self._heads, -1))
+        nope, rope = query.split(self._q_dims, -1)
+        return torch.cat((self.kv_b_proj.absorb(nope), rotate_interleaved(rope, *angles)), -1)
+
+    def _select(
+        self,
+        x: Tensor,
+        q_latent: Tensor,
+        batch: ForwardBatch,
+        context: ForwardContext,
+        angles: tuple[Tensor, Tensor],
+        previous: Selection | None,
+    ) -> Selection:
+        if self.indexer is None:
+            assert previous is not None, "ModelConfig guarantees that the first layer is full"
+            return previous
+        query, keys, weights = self.indexer(x, q_latent, angles)
+        context.indexer.append(self._index_layer, keys, batch)
+        selection = context.indexer.select(self._index_layer, query, weights, batch)
+        if context.observer is not None:
+            context.observer(self._layer, batch, selection)
+        return selection

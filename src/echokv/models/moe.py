@@ -1,0 +1,142 @@
+"""Mixture of experts: DeepSeek's sigmoid router with group-limited choice, and the experts.
+
+On the reference backend a token's result has the same bits whatever else is in the pass: each
+expert multiplies tiles of `token_tile` rows, and a token's expert outputs are added in the order
+of its own choices, not in that of arrival.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from echokv.config import ModelConfig
+from echokv.models.layers import GatedMLP, weight
+
+
+class Router(nn.Module):
+    """Chooses experts ("noaux_tc" of DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
+
+    Scores are sigmoids in float32. The correction bias takes part in the choice, not in the
+    weights. Groups compete by the sum of their two best experts; only the best groups' experts
+    can be chosen.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        experts = config.n_routed_experts
+        self.weight = weight(experts, config.hidden_size, dtype=torch.float32)
+        self.e_score_correction_bias = weight(experts, dtype=torch.float32)
+        self._config = config
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose for each token.
+
+        Args:
+            x: [T, hidden].
+
+        Returns:
+            weights [T, k] float32 and experts [T, k] int64, best choice first.
+        """
+        scores = functional.linear(x.float(), self.weight).sigmoid()  # [T, E]
+        eligible = self._without_losing_groups(scores + self.e_score_correction_bias)
+        experts = eligible.topk(self._config.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if self._config.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self._config.routed_scaling_factor, experts
+
+    def _without_losing_groups(self, choice: Tensor) -> Tensor:
+        """[T, E] with -inf at the experts of groups that lost."""
+        groups = self._config.n_group
+        if groups == 1:
+            return choice
+        grouped = choice.view(choice.shape[0], groups, -1)  # [T, G, E / G]
+        strength = grouped.topk(2, dim=-1).values.sum(-1)  # [T, G]
+        winners = strength.topk(self._config.topk_group, dim=-1).indices
+        lost = torch.ones_like(strength, dtype=torch.bool).scatter(1, winners, False)
+        return grouped.masked_fill(lost[:, :, None], float("-inf")).flatten(1)
+
+
+class Experts(nn.Module):
+    """Every routed expert's gated MLP, stacked.
+
+    Args:
+        config: shapes.
+        dtype: of weights and activations.
+        token_tile: rows of each expert's products (padded), or None for as many as there are.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, token_tile: int | None) -> None:
+        super().__init__()
+        experts, inner = config.n_routed_experts, config.moe_intermediate_size
+        self.gate_up_proj = weight(experts, 2 * inner, config.hidden_size, dtype=dtype)
+        self.down_proj = weight(experts, config.hidden_size, inner, dtype=dtype)
+        self._token_tile = token_tile
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Each token through each expert that it chose.
+
+        Without a token tile, bfloat16 on CUDA is grouped and never waits for the device;
+        everything else loops over the experts and reads their token counts back.
+
+        Args:
+            x: [T, hidden].
+            experts: [T, k] int64, distinct in a row.
+
+        Returns:
+            [T, k, hidden], entry [t, i] by expert experts[t, i]; not weighted.
+        """
+        if self._token_tile is None and x.is_cuda and x.dtype == torch.bfloat16:
+            return self.grouped(x, experts)
+        return self.looped(x, experts)
+
+    def looped(self, x: Tensor, experts: Tensor) -> Tensor:
+        """`forward`, one expert after the other, in tiles of fixed shape."""
+        out = x.new_empty(*experts.shape, x.shape[1])
+        for expert in experts.unique().tolist():
+            tokens, choices = (experts == expert).nonzero(as_tuple=True)
+            tile = self._token_tile or tokens.numel()
+            for token, choice in zip(tokens.split(tile), choices.split(tile), strict=True):
+                rows = x.new_zeros(tile, x.shape[1])
+                rows[: token.numel()] = x[token]
+                gate, up = functional.linear(rows, self.gate_up_proj[expert]).chunk(2, -1)
+                result = functional.linear(functional.silu(gate) * up, self.down_proj[expert])
+                out[token, choice] = result[: token.numel()]
+        return out
+
+    def grouped(self, x: Tensor, experts: Tensor) -> Tensor:
+        """`forward` with one grouped product over tokens sorted by expert."""
+        chosen, order = experts.flatten().sort(stable=True)  # [T * k]
+        numbers = torch.arange(self.down_proj.shape[0], device=x.device)
+        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # [E]
+        rows = x[order // experts.shape[1]]
+        gate_up = functional.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends)
+        gate, up = gate_up.chunk(2, -1)
+        result = functional.grouped_mm(
+            functional.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends
+        )
+        out = torch.empty_like(result)
+        out[order] = result
+        return out.view(*experts.shape, -1)
+
+
+class MoE(nn.Module):
+    """Routed experts, weighted, plus the shared experts; summed in float32."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, token_tile: int | None) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config, dtype, token_tile)
+        self.shared_experts = None
+        if config.n_shared_experts:
+            inner = config.moe_intermediate_size * config.n_shared_experts
+            self.shared_experts = GatedMLP(config.hidden_size, inner, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        weights, experts = self.gate(x)
+        outputs: Tensor = self.experts(x, experts)  # [T, k, hidden]
+        total: Tensor = (outputs.float() * weights[:, :, None]).sum(1)
+        if self.shared_experts is not None:
+            total = total + self.shared_experts(x).float()
+        return total.to(x.dtype)

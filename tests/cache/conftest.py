@@ -1,0 +1,28 @@
+"""Small caches on every backend that this machine can run."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tests.cache.harness import BACKENDS, Cache, make_cache
+
+HAS_CUDA = torch.cuda.is_available()
+_MARKS = {
+    "triton-interpreter": pytest.mark.skipif(HAS_CUDA, reason="runs as triton-cuda here"),
+    "triton-cuda": pytest.mark.gpu,
+}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=_MARKS.get(name, ())) for name in BACKENDS])
+def new_cache(request: pytest.FixtureRequest) -> Iterator[Callable[..., Cache]]:
+    """Makes caches; see `harness.make_cache`."""
+    torch.manual_seed(7)
+    made: list[Cache] = []
+
+    def make(**sizes: int) -> Cache:
+        made.append(make_cache(request.param, **sizes))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.close()

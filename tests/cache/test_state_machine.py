@@ -1,0 +1,273 @@
+"""Random lives of requests against the offloaded cache, held to the seven invariants.
+
+The model is plain: requests own lists of blocks, blocks have reference counts, every written row
+is a bytes object. Pools are so small that every step evicts. Blocks hold few tokens here, which
+the cache can't see: it knows host slots only.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.cache.harness import POISON, Cache, make_cache
+
+LAYERS = 3
+BLOCK = 4  # tokens
+HOST_SLOTS = 128
+TOPK = 5
+
+
+@dataclass
+class Sequence:
+    """One request: its blocks, how many tokens it wants, how many are computed."""
+
+    blocks: list[int]
+    length: int
+    computed: int = 0
+
+    @property
+    def host_slots(self) -> list[int]:
+        """Address of every token, computed or not."""
+        slots = [block * BLOCK + offset for block in self.blocks for offset in range(BLOCK)]
+        return slots[: self.length]
+
+
+@dataclass
+class Counts:
+    """What one layer's counters must say."""
+
+    selected: int = 0
+    recalled: int = 0
+    evicted: int = 0
+
+
+@dataclass
+class Row:
+    """One token of a forward pass; `slot` is -1 for padding."""
+
+    slot: int
+    visible: list[int] = field(default_factory=list)  # host slots it may attend to
+
+
+class CacheLife(RuleBasedStateMachine):
+    """Admit, prefill, decode, finish, abort and preempt, in any order."""
+
+    backend = "reference-cpu"
+
+    @initialize(device_slots=st.sampled_from([TOPK, TOPK + 1, 13, 24, 40]), seed=st.integers(0, 99))
+    def create(self, device_slots: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.rng = random.Random(seed)
+        self.cache: Cache = make_cache(
+            self.backend, layers=LAYERS, device_slots=device_slots, host_slots=HOST_SLOTS
+        )
+        self.manager = self.cache.manager
+        self.requests: list[Sequence] = []
+        self.holders = [0] * (HOST_SLOTS // BLOCK)
+        self.counts = [Counts() for _ in range(LAYERS)]
+
+    # Requests.
+
+    @rule(length=st.integers(1, 30))
+    def admit(self, length: int) -> None:
+        blocks = [block for block, holders in enumerate(self.holders) if holders == 0]
+        needed = -(-length // BLOCK)
+        if needed <= len(blocks):
+            self._add(Sequence(self.rng.sample(blocks, needed), length))
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0), length=st.integers(1, 30))
+    def admit_with_shared_prefix(self, which: int, length: int) -> None:
+        """Whole computed blocks of another request are taken over, not computed again."""
+        donor = self.requests[which % len(self.requests)]
+        shared = donor.blocks[: min(donor.computed, length - 1) // BLOCK]
+        blocks = [block for block, holders in enumerate(self.holders) if holders == 0]
+        needed = -(-length // BLOCK) - len(shared)
+        if needed <= len(blocks):
+            fresh = self.rng.sample(blocks, needed)
+            self._add(Sequence([*shared, *fresh], length, computed=len(shared) * BLOCK))
+
+    def _add(self, request: Sequence) -> None:
+        self.requests.append(request)
+        for block in request.blocks:
+            self.holders[block] += 1
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0))
+    def finish_or_abort(self, which: int) -> None:
+        self._let_go(self.requests.pop(which % len(self.requests)).blocks)
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0))
+    def preempt(self, which: int) -> None:
+        """Everything goes; the request comes back later from its first token."""
+        request = self.requests.pop(which % len(self.requests))
+        self._let_go(request.blocks)
+        self.admit(request.length)
+
+    def _let_go(self, blocks: list[int]) -> None:
+        stale = []
+        for block in blocks:
+            self.holders[block] -= 1
+            if self.holders[block] == 0:
+                stale += [block * BLOCK + offset for offset in range(BLOCK)]
+        self.cache.release(stale)
+        for layer in range(LAYERS):  # invariant 5
+            assert not self.cache.resident(layer).keys() & set(stale)
+
+    # Forward passes.
+
+    @precondition(lambda self: any(one.computed < one.length for one in self.requests))
+    @rule(which=st.integers(0), count=st.integers(1, 12))
+    def prefill(self, which: int, count: int) -> None:
+        """A chunk of one request's prompt."""
+        waiting = [one for one in self.requests if one.computed < one.length]
+        request = waiting[which % len(waiting)]
+        chunk = range(request.computed, min(request.computed + count, request.length))
+        slots = request.host_slots
+        self._forward([Row(slots[token], slots[: token + 1]) for token in chunk])
+        request.computed = chunk.stop
+
+    @precondition(lambda self: any(one.computed == one.length for one in self.requests))
+    @rule(padding=st.integers(0, 2))
+    def decode(self, padding: int) -> None:
+        """One token of every request that is past its prompt, and some padding rows."""
+        rows = []
+        for request in self.requests:
+            if request.computed == request.length and self._grow(request):
+                slots = request.host_slots
+                rows.append(Row(slots[-1], slots))
+                request.computed = request.length
+        if rows:
+            self._forward(rows + [Row(-1)] * padding)
+
+    def _grow(self, request: Sequence) -> bool:
+        """Room for one more token, in a new block when the last one is full."""
+        if request.length % BLOCK == 0:
+            blocks = [block for block, holders in enumerate(self.holders) if holders == 0]
+            if not blocks:
+                return False
+            request.blocks.append(self.rng.choice(blocks))
+            self.holders[request.blocks[-1]] += 1
+        request.length += 1
+        return True
+
+    def _forward(self, rows: list[Row]) -> None:
+        """One pass: one cache step if it surely fits, else a step for each piece of rows."""
+        capacity = self.manager.capacity
+        at_once = len(rows) * (TOPK + 1) <= capacity
+        size = len(rows) if at_once else capacity // TOPK
+        self.manager.begin_step()
+        for layer in range(LAYERS):
+            kept = self._append(layer, [row.slot for row in rows])
+            for start in range(0, len(rows), size):
+                if not at_once:
+                    self.manager.begin_step()
+                    kept = set()
+                self._attend(layer, rows[start : start + size], kept)
+
+    def _append(self, layer: int, slots: list[int]) -> set[int]:
+        """Returns the host slots that are protected now."""
+        keep = min(len(slots), self.manager.capacity)
+        kept = {slot for slot in slots[len(slots) - keep :] if slot >= 0}
+        before = self._snapshot(layer)
+        self.cache.append(layer, slots, keep)
+        self._check_eviction(layer, before, kept)
+        return kept
+
+    def _attend(self, layer: int, rows: list[Row], kept: set[int]) -> None:
+        wanted, scores = [], []
+        for row in rows:
+            chosen = self.rng.sample(row.visible, min(TOPK, len(row.visible)))
+            wanted.append(chosen + [-1] * (TOPK - len(chosen)))
+            padding = [-torch.inf] * (TOPK - len(chosen))
+            scores.append([self.rng.gauss(0, 1) for _ in chosen] + padding)
+        before = self._snapshot(layer)
+        # `fetch` compares every row named with the truth: the set attended is the set asked for.
+        found = self.cache.fetch(layer, wanted, torch.tensor(scores, device=self.cache.device))
+        distinct = {slot for row in wanted for slot in row if slot >= 0}
+        self._check_eviction(layer, before, kept | distinct)
+        after = self.cache.resident(layer)
+        assert found == [[after.get(slot, -1) for slot in row] for row in wanted]
+        self.counts[layer].selected += len(distinct)
+        self.counts[layer].recalled += len(distinct - before.keys())  # invariant 7: each once
+
+    def _snapshot(self, layer: int) -> dict[int, tuple[int, int]]:
+        """Host slot -> (priority, device slot)."""
+        priority = self.manager.state.priority[layer].tolist()
+        return {owner: (priority[slot], slot) for owner, slot in self.cache.resident(layer).items()}
+
+    def _check_eviction(
+        self, layer: int, before: dict[int, tuple[int, int]], protected: set[int]
+    ) -> None:
+        """Only as many go as must, the lowest priorities first, never a protected row."""
+        after = self.cache.resident(layer)
+        assert protected <= after.keys()  # invariant 4
+        evicted = before.keys() - after.keys()
+        room = self.manager.capacity - len(before)
+        assert len(evicted) == max(0, len(protected - before.keys()) - room)
+        stayed = [before[slot] for slot in before.keys() - protected - evicted]
+        assert not evicted or not stayed or max(map(before.get, evicted)) < min(stayed)
+        self.counts[layer].evicted += len(evicted)
+
+    # What holds after every step.
+
+    @invariant()
+    def sound(self) -> None:
+        """Invariants 1 to 3, no resident row of a slot that nobody holds, exact counters."""
+        if not hasattr(self, "cache"):
+            return
+        held = torch.tensor(self.holders).repeat_interleave(BLOCK) > 0
+        self.manager.check(held)
+        assert self.manager.live_rows(held) == max(
+            len(self.cache.resident(layer)) for layer in range(LAYERS)
+        )
+        for layer, counts in enumerate(self.manager.counters()):
+            want = self.counts[layer]
+            assert (counts.selected, counts.recalled) == (want.selected, want.recalled)
+            assert counts.evicted == want.evicted
+
+    @invariant()
+    def host_pool_is_what_was_written(self) -> None:
+        """Poison is where nothing was written, and nowhere else."""
+        if not hasattr(self, "cache"):
+            return
+        written = torch.zeros(LAYERS, HOST_SLOTS, dtype=torch.bool)
+        for place in self.cache.truth:
+            written[place] = True
+        poisoned = (self.cache.host_pool.rows == POISON).all(dim=2)  # no written row is like that
+        assert torch.equal(poisoned, ~written)
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.close()
+
+
+class InterpretedCacheLife(CacheLife):
+    """On Triton's interpreter, which is slow: few and short lives."""
+
+    backend = "triton-interpreter"
+
+
+class CudaCacheLife(CacheLife):
+    """On the GPU."""
+
+    backend = "triton-cuda"
+
+
+_RELAXED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+TestReferenceCache = CacheLife.TestCase
+TestReferenceCache.settings = settings(max_examples=60, stateful_step_count=40, **_RELAXED)
+TestInterpretedCache = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on CUDA here")(
+    InterpretedCacheLife.TestCase
+)
+TestInterpretedCache.settings = settings(
+    max_examples=8, stateful_step_count=14, derandomize=True, **_RELAXED
+)
+TestCudaCache = pytest.mark.gpu(CudaCacheLife.TestCase)
+TestCudaCache.settings = settings(max_examples=60, stateful_step_count=40, **_RELAXED)

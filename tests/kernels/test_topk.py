@@ -1,0 +1,111 @@
+"""Exact top-k with canonical ties, against Python's own sort, on hostile distributions."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+INF = math.inf
+
+
+def oracle(scores: list[float], k: int) -> tuple[list[int], float]:
+    """Sort (score descending, position ascending), take k, report positions ascending."""
+    ranked = [-INF if math.isnan(s) else s for s in scores]
+    order = sorted(range(len(ranked)), key=lambda i: (-ranked[i], i))[:k]
+    kth = ranked[order[-1]] if len(order) == k else -INF
+    return sorted(order) + [-1] * (k - len(order)), kth
+
+
+def check(backend: Any, scores: torch.Tensor, lens: list[int], k: int) -> None:
+    """The op on these rows equals the oracle."""
+    context_lens = torch.tensor(lens, dtype=torch.int32, device=backend.device)
+    positions, kth = backend.op("topk")(scores.to(backend.device), context_lens, k)
+    assert positions.shape == (len(lens), k) and positions.dtype == torch.int32
+    assert kth.shape == (len(lens),) and kth.dtype == torch.float32
+    for row, length in enumerate(lens):
+        want, want_kth = oracle(scores[row, :length].tolist(), k)
+        assert positions[row].tolist() == want, f"row {row} of length {length}"
+        assert kth[row].item() == want_kth
+        assert kth[row].item() != 0 or not torch.signbit(kth[row]), "-0.0 must come back as 0.0"
+
+
+def bits(pattern: torch.Tensor) -> torch.Tensor:
+    """int32 bit patterns as floats."""
+    return pattern.to(torch.int32).view(torch.float32)
+
+
+DISTRIBUTIONS: dict[str, Callable[[int], torch.Tensor]] = {
+    "normal": lambda n: torch.randn(n),
+    "all equal": lambda n: torch.full((n,), 1.5),
+    "relu zeros, a few positive": lambda n: (torch.randn(n) - 1.5).clamp(min=0),
+    "zeros of both signs": lambda n: torch.where(torch.rand(n) < 0.5, -0.0, 0.0),
+    "signed zeros among others": lambda n: (torch.randn(n).round() * 0.0 + torch.randn(n).trunc()),
+    "four values": lambda n: torch.randint(-2, 2, (n,)).float(),
+    "ascending": lambda n: torch.arange(n).float() - n / 2,
+    "descending": lambda n: n / 2 - torch.arange(n).float(),
+    "same upper 24 bits": lambda n: bits(0x3FC00000 + torch.randint(0, 256, (n,))),
+    "same lower 24 bits": lambda n: bits((torch.randint(0, 127, (n,)) << 24) | 0x123456),
+    "negative, same upper bits": lambda n: -bits(0x3FC00000 + torch.randint(0, 512, (n,))),
+    "subnormal": lambda n: bits(torch.randint(0, 4096, (n,))) * torch.sign(torch.randn(n)),
+    "huge and infinite": lambda n: torch.where(torch.rand(n) < 0.3, INF, torch.randn(n) * 1e38),
+    "minus infinity inside": lambda n: torch.where(torch.rand(n) < 0.6, -INF, torch.randn(n)),
+    "nan inside": lambda n: torch.where(torch.rand(n) < 0.6, math.nan, torch.randn(n)),
+    "one large at the end": lambda n: torch.arange(n).eq(n - 1).float(),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_topk_equals_sorting(backend: Any, name: str) -> None:
+    """Lengths around k and around the 64-token block, in one pass; NaN past every length."""
+    k, width = 64, 320
+    lens = [0, 1, k - 1, k, k + 1, 127, 128, 300, 320]
+    scores = torch.stack([DISTRIBUTIONS[name](width) for _ in lens])
+    for row, length in enumerate(lens):
+        scores[row, length:] = math.nan if row % 2 else INF
+    check(backend, scores, lens, k)
+
+
+@pytest.mark.parametrize("k", [1, 63, 65, 1000])
+def test_topk_of_any_k(backend: Any, k: int) -> None:
+    """k larger than the width, and not a power of two."""
+    lens = [640, 63, 65, 0]
+    check(backend, torch.randn(4, 640).round(decimals=1), lens, k)
+
+
+@pytest.mark.parametrize("name", ["normal", "four values", "same upper 24 bits"])
+def test_topk_over_several_pieces_of_a_row(backend: Any, name: str) -> None:
+    """Rows longer than what one program looks at; ties cross the pieces."""
+    width, k = 10_000, 2048
+    lens = [10_000, 8_193, 4_097, 2_047]
+    check(backend, torch.stack([DISTRIBUTIONS[name](width) for _ in lens]), lens, k)
+
+
+def test_topk_does_not_depend_on_the_neighbours(backend: Any) -> None:
+    scores = torch.randint(0, 50, (5, 256)).float().to(backend.device)
+    lens = torch.tensor([256, 100, 3, 0, 200], dtype=torch.int32, device=backend.device)
+    positions, kth = backend.op("topk")(scores, lens, 64)
+    for row in range(5):
+        length = int(lens[row])
+        width = max(64, length)
+        alone = backend.op("topk")(scores[row : row + 1, :width].contiguous(), lens[[row]], 64)
+        assert torch.equal(alone[0][0], positions[row]) and torch.equal(alone[1][0], kth[row])
+
+
+@pytest.mark.parametrize("name", ["normal", "all equal", "same upper 24 bits"])
+def test_topk_of_a_million_tokens(backend: Any, name: str) -> None:
+    """A fixed-size candidate list would overflow here (seen in public kernels)."""
+    if backend.interpreted:
+        pytest.skip("too slow under the interpreter; the million runs on a GPU")
+    scores = torch.stack([DISTRIBUTIONS[name](1_000_003) for _ in range(2)])
+    check(backend, scores, [1_000_003, 999_999], 2048)
+
+
+def test_topk_refuses_what_does_not_fit(backend: Any) -> None:
+    scores = torch.zeros(2, 64, device=backend.device)
+    lens = torch.ones(2, dtype=torch.int32, device=backend.device)
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        backend.op("topk")(scores, lens, 0)
+    with pytest.raises(ValueError, match=r"context_lens must be torch.int32, got torch.int64"):
+        backend.op("topk")(scores, lens.long(), 4)
