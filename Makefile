@@ -11,7 +11,7 @@ PORT ?= 8000
 # The demo's device pool holds fewer rows a layer than a long prompt has, so that offloading shows.
 DEVICE_POOL_TOKENS ?= 1024
 HOST_POOL_GIB ?= 0.25
-SERVE_FLAGS ?= --max-num-seqs 8 --max-num-batched-tokens 256
+SERVE_FLAGS ?= --max-model-len 32768 --max-num-seqs 8 --max-num-batched-tokens 256
 WORKERS ?= 2
 PYTEST_FLAGS ?=
 # torch of the lock files; its CUDA wheel pins triton, which a CPU build doesn't bring.

@@ -1,15 +1,15 @@
 """What every test shares: the GPU marker and, without a GPU, Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when it is imported, so it is set here, before any test module is.
-Likewise OpenMP's wait policy: threads that spin while others need the core made the model forty
-times slower on two busy cores.
+Both variables are read when torch and triton are imported, so they are set here, before any test
+module is: idle OpenMP threads must sleep, not spin, where the workers outnumber the cores.
 """
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 HAS_CUDA = torch.cuda.is_available()

@@ -14,13 +14,19 @@ _MARKS = {
 
 
 @pytest.fixture(params=[pytest.param(name, marks=_MARKS.get(name, ())) for name in BACKENDS])
-def new_cache(request: pytest.FixtureRequest) -> Iterator[Callable[..., Cache]]:
+def backend_name(request: pytest.FixtureRequest) -> str:
+    """Every backend in turn, as `make_cache` names it."""
+    return str(request.param)
+
+
+@pytest.fixture
+def new_cache(backend_name: str) -> Iterator[Callable[..., Cache]]:
     """Makes caches; see `harness.make_cache`."""
     torch.manual_seed(7)
     made: list[Cache] = []
 
     def make(**sizes: int) -> Cache:
-        made.append(make_cache(request.param, **sizes))
+        made.append(make_cache(backend_name, **sizes))
         return made[-1]
 
     yield make

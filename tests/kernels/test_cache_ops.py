@@ -55,7 +55,7 @@ def run_lookup(backend, model: LayerModel, slots: list[int], priorities: list[in
 
 
 @pytest.mark.parametrize(("device_slots", "host_slots"), SIZES)
-@pytest.mark.parametrize("entries", [1, 63, 1500])
+@pytest.mark.parametrize("entries", [1, 63, 2048, 2049, 3500])
 def test_lookup(backend, device_slots: int, host_slots: int, entries: int) -> None:
     rng = random.Random(device_slots + entries)
     model = random_layer(rng, device_slots, host_slots, min(device_slots, host_slots) * 2 // 3, TOP)
@@ -69,9 +69,14 @@ def test_lookup_of_nothing_but_padding(backend) -> None:
     run_lookup(backend, model, [-1] * 70, [9] * 70, 8)
 
 
-def test_lookup_where_every_entry_is_the_same_absent_slot(backend) -> None:
+@pytest.mark.parametrize("entries", [1100, 2100])
+def test_lookup_where_every_entry_is_the_same_absent_slot(backend, entries: int) -> None:
     model = LayerModel(4, 9, {0: (3, 1)})
-    run_lookup(backend, model, [5] * 1100, [9] * 1100, 8)
+    run_lookup(backend, model, [5] * entries, [9] * entries, 8)
+
+
+def test_lookup_of_no_entries(backend) -> None:
+    run_lookup(backend, LayerModel(4, 9, {0: (3, 1)}), [], [], 8)
 
 
 def test_lookup_orders_missing_by_last_occurrence(backend) -> None:

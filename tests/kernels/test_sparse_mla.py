@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from echokv.kernels.reference.rows import decode_rows, encode_rows
 from echokv.memory.formats import RowFormat
 
 POISON = 0xFF  # NaN as fp32, as bf16 and as e4m3
@@ -31,7 +32,7 @@ class Case:
         num_rows, num_slots = max(counts) + 3, 2 * max(counts) + 7
         device = backend.device
         latent, rope = torch.randn(num_rows, latent_dim), torch.randn(num_rows, rope_dim)
-        encoded = backend.op("encode_rows")(latent.to(device), rope.to(device), self.fmt)
+        encoded = encode_rows(latent.to(device), rope.to(device), self.fmt)
         where = torch.randperm(num_slots)[:num_rows].to(device)
         self.pool = torch.full(
             (num_slots, self.fmt.row_bytes), POISON, dtype=torch.uint8, device=device
@@ -55,13 +56,17 @@ class Case:
         )
         return out
 
-    def dense(self, backend: Any, token: int, dtype: torch.dtype) -> torch.Tensor:
-        """One token's attention in a dtype, in straightforward PyTorch: [H, latent_dim]."""
+    def dense(self, token: int, dtype: torch.dtype) -> torch.Tensor:
+        """One token's attention in a dtype, in straightforward PyTorch: [H, latent_dim].
+
+        Softmax is in fp32, in fp64 when that is the dtype.
+        """
         slots = self.slots[token]
         picked = self.pool[slots[slots >= 0].long()]
-        rows = backend.op("decode_rows")(picked, self.fmt, torch.float32).cpu().to(dtype)
+        rows = decode_rows(picked, self.fmt, torch.float32).cpu().to(dtype)
         query = self.query[token].cpu().to(dtype)
-        probs = torch.softmax((query @ rows.T).double() * SCALE, dim=1).to(dtype)
+        logits = (query @ rows.T).to(torch.promote_types(dtype, torch.float32))
+        probs = torch.softmax(logits * SCALE, dim=1).to(dtype)
         return probs @ rows[:, : self.fmt.latent_dim]
 
 
@@ -71,32 +76,34 @@ class Case:
 def test_attention_equals_the_dense_one(
     backend: Any, name: str, dtype: torch.dtype, heads: int, latent_dim: int, rope_dim: int
 ) -> None:
-    counts = [0, 1, 63, 64, 65, 130]
+    counts = [0, 1, 63, 64, 65, 130] if not backend.interpreted else [0, 1, 31, 33, 50]
     case = Case(
-        backend, name, counts, k=130, heads=heads, latent_dim=latent_dim, rope_dim=rope_dim,
+        backend, name, counts, k=max(counts), heads=heads, latent_dim=latent_dim, rope_dim=rope_dim,
         dtype=dtype,
     )  # fmt: skip
     out = case.run(backend)
     assert out.shape == (len(counts), heads, latent_dim) and out.dtype == dtype
     assert (out[0] == 0).all(), "a token without rows"
     for token in range(1, len(counts)):
-        exact = case.dense(backend, token, torch.float64)
-        plain = case.dense(backend, token, dtype).double()
+        exact = case.dense(token, torch.float64)
+        plain = case.dense(token, dtype).double()
         size = exact.abs().max()
-        allowed = 2 * (plain - exact).abs().max() + size * torch.finfo(dtype).eps
+        allowed = 2 * (plain - exact).abs().max() + size * 2 * torch.finfo(dtype).eps
         assert (out[token].cpu().double() - exact).abs().max() <= allowed, f"token {token}"
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("k", [512, 700])
+@pytest.mark.parametrize("k", [270, 700])
 def test_attention_over_several_splits(backend: Any, name: str, k: int) -> None:
+    if backend.interpreted and (k == 700 or name == "fp8_ds_mla"):
+        pytest.skip("slow under the interpreter, where the other cases cover splits")
     counts = [k, 257, 256, 2]
     case = Case(backend, name, counts, k=k)
     out = case.run(backend)
     for token in range(len(counts)):
-        exact = case.dense(backend, token, torch.float64)
-        plain = case.dense(backend, token, torch.float32).double()
-        allowed = 2 * (plain - exact).abs().max() + 2e-7 * exact.abs().max()
+        exact = case.dense(token, torch.float64)
+        plain = case.dense(token, torch.float32).double()
+        allowed = 2 * (plain - exact).abs().max() + 2.4e-7 * exact.abs().max()
         assert (out[token].cpu().double() - exact).abs().max() <= allowed
 
 
@@ -108,7 +115,7 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(
     counts = [70, 3, 0, 64, 1, 65, 40]
     case = Case(backend, name, counts, k=70, heads=3, dtype=dtype)
     together = case.run(backend)
-    for token in range(len(counts)):
+    for token in range(0, len(counts), 3 if backend.interpreted else 1):
         assert torch.equal(case.run(backend, [token])[0], together[token])
     assert torch.equal(case.run(backend, [5, 2, 0])[0], together[5])
 
@@ -129,7 +136,7 @@ def test_a_dominant_row_wins_without_overflow(backend: Any) -> None:
     """Logits in the thousands: softmax must subtract the maximum, in every split."""
     case = Case(backend, "float32", [300], k=300)
     case.query *= 1000
-    exact = case.dense(backend, 0, torch.float64)
+    exact = case.dense(0, torch.float64)
     assert (case.run(backend)[0].cpu().double() - exact).abs().max() < 1e-2
 
 

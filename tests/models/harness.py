@@ -70,9 +70,7 @@ class Runner:
         self.kernels = kernels = load_kernels("reference", CPU)
         self.tile = tile
         self.model = load_model(path, config, dtype=dtype, device=CPU, token_tile=tile)
-        fmt = RowFormat(
-            name=rows, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim
-        )
+        fmt = RowFormat(name=rows, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim)
         key_fmt = IndexKeyFormat(name=keys, head_dim=config.index_head_dim)
         self.cache = make_cache(kernels, config, fmt, pool_tokens, max_blocks * BLOCK_TOKENS)
         pages = IndexKeyPool(len(config.index_layers), max_blocks, key_fmt.page_bytes, CPU).pages
@@ -145,9 +143,7 @@ class Runner:
         )
 
     def _observe(self, layer: int, batch: ForwardBatch, selection: Selection) -> None:
-        for (name, position), chosen in zip(
-            self._rows, selection.positions.tolist(), strict=False
-        ):
+        for (name, position), chosen in zip(self._rows, selection.positions.tolist(), strict=False):
             self.selected[name, layer, position] = tuple(p for p in chosen if p >= 0)
 
 

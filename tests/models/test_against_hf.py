@@ -1,15 +1,14 @@
 """Logits and selections against Hugging Face's implementation, on checkpoints written to disk."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.models.harness import Oracle, Runner
 from torch import Tensor
 
 from echokv.cache.manager import CacheManager
 from echokv.models.random_checkpoint import write_random_checkpoint
-from tests.models.harness import Oracle, Runner
 
 LENGTH = 203  # more than three times index_topk, and not a multiple of anything
 TOLERANCE = 1e-4
@@ -57,8 +56,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def v32(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    yield Case(tmp_path_factory.mktemp("v32"), V32)
+def v32(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("v32"), V32)
 
 
 def test_the_oracle_is_sparse_and_runs_the_indexer_where_the_config_says(case: Case) -> None:
@@ -103,9 +102,7 @@ def test_offloading_changes_no_bit(case: Case, pool_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_token_has_the_same_bits_whatever_shares_its_pass(
-    v32: Case, dtype: torch.dtype
-) -> None:
+def test_a_token_has_the_same_bits_whatever_shares_its_pass(v32: Case, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     alone = Runner(v32.path, dtype=dtype, rows=name, keys=name)
     expected = torch.cat([alone.run(("a", [token])) for token in v32.ids[:45]])

@@ -50,6 +50,7 @@ class FakeEngine:
         token_delay_s: float = 0.0,
         start_error: Exception | None = None,
         load_s: float = 0.0,
+        failing_token: int = FAILING_TOKEN,
     ) -> None:
         self.tokenizer = tokenizer
         self.model_name = "fake-model"
@@ -58,6 +59,7 @@ class FakeEngine:
         self.token_delay_s = token_delay_s
         self.start_error = start_error
         self.load_s = load_s
+        self.failing_token = failing_token
         self.max_requests = 64
         self.running: dict[str, SamplingParams] = {}
         self.seen: list[tuple[list[int], SamplingParams]] = []
@@ -91,7 +93,7 @@ class FakeEngine:
                 if self.stopped:
                     raise EchoKVError("the engine was stopped")
                 token = prompt_token_ids[(count - 1) % len(prompt_token_ids)]
-                if token == FAILING_TOKEN:
+                if token == self.failing_token:
                     raise RuntimeError("the fake engine failed as asked")
                 reason = self._reason(token, count, limit, params)
                 self.generation_tokens += 1

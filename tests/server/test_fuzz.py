@@ -1,10 +1,16 @@
 """Generated requests against the OpenAPI schema: no 5xx, nothing undocumented."""
 
+import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx2
+import pytest
 import schemathesis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -12,10 +18,13 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from tests.server.byte_tokenizer import write_byte_tokenizer
+from tests.server.conftest import served
 from tests.server.fake_engine import FakeEngine
 
 from echokv.engine.tokenizer import Tokenizer
 from echokv.server.app import create_app
+
+JSON = {"Content-Type": "application/json"}
 
 CHECKS = [
     not_a_server_error,
@@ -29,7 +38,8 @@ def _schema() -> schemathesis.BaseSchema:
     # not a fixture: schemathesis 4.32's lazy schemas don't know pytest 9.2's node ids
     with tempfile.TemporaryDirectory() as directory:
         write_byte_tokenizer(Path(directory))
-        engine = FakeEngine(Tokenizer.from_dir(directory), max_model_len=64)
+        tokenizer = Tokenizer.from_dir(directory)
+    engine = FakeEngine(tokenizer, max_model_len=64, failing_token=-1)
     return schemathesis.openapi.from_asgi("/openapi.json", create_app(engine))
 
 
@@ -37,9 +47,7 @@ schema = _schema()
 
 
 @schema.parametrize()
-@settings(
-    max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_generated_requests(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS)
 
@@ -84,7 +92,8 @@ messages = st.lists(
     st.fixed_dictionaries(
         {
             "role": st.sampled_from(["system", "user", "assistant"]) | words,
-            "content": words | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": words})),
+            "content": words
+            | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": words})),
         }
     ),
     max_size=3,

@@ -16,20 +16,19 @@ from echokv.memory.formats import RowFormat
 from echokv.memory.slots import HostSlots
 
 
+def fits_at_once(num_tokens: int, topk: int, capacity: int) -> bool:
+    """Whether all that a pass may select surely fits the device pool beside its new rows."""
+    return num_tokens * (topk + 1) <= capacity
+
+
 def plan_pieces(num_tokens: int, topk: int, capacity: int) -> list[slice]:
-    """Cut a pass into pieces whose selected rows surely fit the device pool.
+    """Cut a pass into pieces whose selections, taken alone, surely fit the device pool.
 
     Args:
         num_tokens: real rows of the pass.
         topk: entries of a selection; at most capacity.
         capacity: device slots a layer.
-
-    Returns:
-        one piece when the selections of the whole pass fit beside its new rows; else pieces of
-        as many tokens as fit without them.
     """
-    if num_tokens * (topk + 1) <= capacity:
-        return [slice(0, num_tokens)]
     step = capacity // topk
     return [slice(at, min(at + step, num_tokens)) for at in range(0, num_tokens, step)]
 
@@ -37,9 +36,9 @@ def plan_pieces(num_tokens: int, topk: int, capacity: int) -> list[slice]:
 class SparseAttention:
     """Reads and writes the MLA rows of every layer.
 
-    A pass of one piece (`plan_pieces`) is one cache step: new and selected rows stay resident
-    until the next pass. Otherwise every piece is a cache step of its own; new rows are then kept
-    as far as the pool goes and recalled from host where they had to leave.
+    A pass that fits (`fits_at_once`) is one cache step: new and selected rows stay resident until
+    the next pass. Otherwise it attends in pieces (`plan_pieces`), each a cache step of its own;
+    new rows are then kept as far as the pool goes and recalled from host where they had to leave.
 
     Padding rows neither write nor read. `batch.num_real_tokens` decides the pieces: a captured
     graph must be captured with all rows real.
@@ -104,14 +103,14 @@ class SparseAttention:
         Returns:
             [T, H, latent_dim] in the dtype of query; zeros for padding.
         """
-        pieces = plan_pieces(
-            batch.num_real_tokens, selection.host_slots.shape[1], self._cache.capacity
-        )
-        if pieces == [slice(0, batch.num_tokens)]:
-            return self._attend_rows(layer, query, selection, pieces[0])
+        real, topk = batch.num_real_tokens, selection.host_slots.shape[1]
+        capacity = self._cache.capacity
+        at_once = fits_at_once(real, topk, capacity)
+        if at_once and real == batch.num_tokens:
+            return self._attend_rows(layer, query, selection, slice(0, real))
         output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
-        for rows in pieces:
-            if len(pieces) > 1:
+        for rows in [slice(0, real)] if at_once else plan_pieces(real, topk, capacity):
+            if not at_once:
                 self._cache.begin_step()
             output[rows] = self._attend_rows(layer, query, selection, rows)
         return output

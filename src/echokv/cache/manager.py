@@ -40,7 +40,7 @@ class CacheManager:
         self._kernels = kernels
         self._host_pool = host_pool
         self._device_pool = device_pool
-        self._policy = policy or RecencyThenScore()
+        self._policy = policy or RecencyThenScore(kernels)
         layers, slots, _ = device_pool.rows.shape
         device = device_pool.rows.device
         self.state = CacheState.create(layers, slots, host_pool.num_slots, device)

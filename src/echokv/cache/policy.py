@@ -8,10 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from echokv.kernels.cache_args import SCORE_BITS
+from echokv.kernels.registry import Kernels
 from echokv.memory.slots import HostSlots
-
-_TOP_LEVEL = (1 << SCORE_BITS) - 1
 
 
 class EvictionPolicy(Protocol):
@@ -38,14 +36,16 @@ class RecencyThenScore:
     The low three bits are 1 to 7: where the score lies between the lowest and the highest of its
     row. Rows of different requests are compared by that place, not by their scores, which have no
     common scale.
+
+    Args:
+        kernels: the backend.
     """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
 
     def priorities(self, clock: Tensor, scores: Tensor, host_slots: HostSlots) -> Tensor:
         """See `EvictionPolicy`."""
-        chosen = host_slots >= 0
-        low = torch.where(chosen, scores, torch.inf).amin(dim=1, keepdim=True)
-        high = torch.where(chosen, scores, -torch.inf).amax(dim=1, keepdim=True)
-        place = (scores - low) / (high - low)  # NaN where a row has one distinct score
-        place = torch.where(chosen, place, 0.0).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        level = 1 + (place.clamp(0, 1) * (_TOP_LEVEL - 1)).round().to(torch.int32)
-        return (clock << SCORE_BITS) + level
+        priorities = torch.empty_like(host_slots)
+        self._kernels.score_priorities(clock, scores, host_slots, priorities)
+        return priorities

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from echokv.bench.workload import BenchRequest, random_workload
 from echokv.cli import flags, workload_flags
 from echokv.errors import ConfigError, EchoKVError
 
@@ -131,7 +132,7 @@ def run_throughput(args: argparse.Namespace) -> int:
             result = throughput.run_throughput(
                 engine,
                 requests,
-                warmup=_warmup(args.num_warmups),
+                warmup=_warmup(args),
                 temperature=args.temperature,
                 on_token=bar.update,
             )
@@ -192,7 +193,7 @@ async def _measure_server(
     client = serving.connect(url, api_key=args.api_key, timeout_s=args.request_timeout)
     async with client:
         model = args.model or await serving.served_model(client)
-        for request in _warmup(args.num_warmups):
+        for request in _warmup(args):
             timing = await serving.send(client, model, request, load)
             if timing.error is not None:
                 raise EchoKVError(f"the warm-up request to {url} failed: {timing.error}")
@@ -219,11 +220,11 @@ async def _measure_server(
     )
 
 
-def _warmup(count: int) -> list[Any]:
-    """Short requests whose seed no workload is likely to use, so that no prefix is shared."""
-    from echokv.bench.workload import random_workload
-
-    return random_workload(count, input_len=64, output_len=4, seed=2**31)
+def _warmup(args: argparse.Namespace) -> list[BenchRequest]:
+    """Short requests from a seed that no workload is likely to use, so that no prefix is shared."""
+    return random_workload(
+        args.num_warmups, input_len=64, output_len=4, vocab_size=args.vocab_size, seed=2**31
+    )
 
 
 def _rate(text: str) -> float:

@@ -50,6 +50,10 @@ class HostBlocks:
         """Block ids held by requests."""
         return [block for block, holders in enumerate(self._holders) if holders]
 
+    def cached(self) -> list[int]:
+        """Block ids kept by the prefix cache alone, least recently used first."""
+        return list(self._cached)
+
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest cached prefix, in order; they are not yet held."""
         found = []

@@ -132,7 +132,7 @@ class Engine:
         outputs = self._sample(logits, sampling)
         self._release_stale()
         if self.config.check_cache:
-            self.cache.check(self._live_mask())
+            self.cache.check(self._mask([*self.blocks.held(), *self.blocks.cached()]))
         return outputs
 
     def generate(
@@ -172,7 +172,9 @@ class Engine:
             host_pool_live_slots=live,
             host_pool_cached_slots=self.blocks.num_cached * BLOCK_TOKENS,
             device_pool_slots=self.cache.capacity,
-            device_pool_live_slots=self.cache.live_rows(self._live_mask()) if live else 0,
+            device_pool_live_slots=self.cache.live_rows(self._mask(self.blocks.held()))
+            if live
+            else 0,
             layers=tuple(
                 LayerCacheStats(
                     selected_rows=counts.selected,
@@ -209,10 +211,10 @@ class Engine:
         if stale:
             self.cache.release(_slots_of(stale))
 
-    def _live_mask(self) -> torch.Tensor:
-        """[N_H] bool: host slots held by requests."""
+    def _mask(self, blocks: list[int]) -> torch.Tensor:
+        """[N_H] bool: the host slots of some blocks."""
         mask = torch.zeros(self.blocks.num_blocks, BLOCK_TOKENS, dtype=torch.bool)
-        mask[self.blocks.held()] = True
+        mask[blocks] = True
         return mask.flatten()
 
 

@@ -16,6 +16,9 @@ the first use, then only the ops touch it. One a stream; it fits pools of any si
 SCORE_BITS = 3
 """Low bits of a priority, which rank rows within one step; the clock is the rest."""
 
+SCORE_LEVELS = (1 << SCORE_BITS) - 1
+"""Levels that selected rows are ranked in; level 0 is for rows that are only written."""
+
 CLOCK_REBASE_AT = 3 << 26
 """`tick` rebases when the clock gets here: well before 2^28, where a priority would overflow."""
 
@@ -85,3 +88,12 @@ def check_release(
     check_tensor("device_to_host", device_to_host, stacked, torch.int32, device=device)
     check_tensor("host_to_device", host_to_device, (stacked[0], None), torch.int32, device=device)
     check_entries(device, host_slots)
+
+
+def check_priorities(clock: Tensor, scores: Tensor, host_slots: Tensor, priorities: Tensor) -> None:
+    """Check clock [1] and the [T, k] tensors of one selection."""
+    device, shape = host_slots.device, tuple(host_slots.shape)
+    check_tensor("host_slots", host_slots, (None, None), torch.int32)
+    check_tensor("scores", scores, shape, torch.float32, device=device)
+    check_tensor("priorities", priorities, shape, torch.int32, device=device)
+    check_scalars(device, clock=clock)

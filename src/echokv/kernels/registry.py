@@ -35,6 +35,7 @@ OPS = {
     "translate": "translate",
     "release": "release",
     "tick": "tick",
+    "score_priorities": "priorities",
 }
 """Op -> the module that holds it, under the same name in every backend's folder."""
 
@@ -158,6 +159,10 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def tick(self, clock: Tensor, floor: Tensor, priority: Tensor) -> None: ...
+
+    def score_priorities(
+        self, clock: Tensor, scores: Tensor, host_slots: Tensor, priorities: Tensor
+    ) -> None: ...
 
 
 def load_kernels(backend: str, device: torch.device) -> Kernels:

@@ -36,7 +36,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
 
     low = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
     high = min(math.ceil(pair_that_turns(rope.beta_slow)), dim - 1)
-    width = high - low if high > low else 0.001  # a step instead of a ramp
+    width = (high - low) or 0.001  # a step instead of a ramp
     kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return plain / rope.factor * (1 - kept) + plain * kept
 

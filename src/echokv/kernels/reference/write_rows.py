@@ -23,13 +23,13 @@ def write_rows(
         host_rows: [N_H, row_bytes] uint8, host memory that the device can write.
         device_rows: [N_G, row_bytes] uint8.
     """
-    device, slots = device_rows.device, host_rows.shape[0]
+    device, host_size = device_rows.device, host_rows.shape[0]
     check_pools(host_rows, device_rows)
     check_entries(device, host_slots)
     check_tensor(
         "rows", rows, (host_slots.shape[0], device_rows.shape[1]), torch.uint8, device=device
     )
-    check_tensor("host_to_device", host_to_device, (slots,), torch.int32, device=device)
+    check_tensor("host_to_device", host_to_device, (host_size,), torch.int32, device=device)
     written = host_slots >= 0
     slots, rows = host_slots[written].long(), rows[written]
     host_rows[slots.to(host_rows.device)] = rows.to(host_rows.device)

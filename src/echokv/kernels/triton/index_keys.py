@@ -33,6 +33,7 @@ def write_index_keys(keys: Tensor, host_slots: Tensor, pages: Tensor, fmt: Index
             pages.view(_PLAIN[fmt.name]),
             fmt.head_dim,
             triton.next_power_of_2(fmt.head_dim),
+            num_warps=1,
         )
         return
     _write_fp8[(tokens,)](
@@ -46,6 +47,7 @@ def write_index_keys(keys: Tensor, host_slots: Tensor, pages: Tensor, fmt: Index
         fmt.head_dim.bit_length() - 1,
         FP8_MAX,
         SMALLEST_AMAX,
+        num_warps=1,
     )
 
 
@@ -178,3 +180,24 @@ def _quantise_query(
     tl.store(values + at, codes, mask=valid[:, None])
     weight = tl.load(weights + row, mask=valid, other=0.0) * (SIZE**-0.5)
     tl.store(folded + row, weight * scale, mask=valid)
+
+
+_QUANTISE = {"SIZE": 128, "LOG_SIZE": 7, "FP8_LIMIT": FP8_MAX, "SMALLEST": SMALLEST_AMAX}
+COMPILE_SIGNATURES = (
+    (
+        _write_plain,
+        {"keys": "*bf16", "host_slots": "*i32", "pages": "*bf16", "size": "i32", "BLOCK": 128},
+        {"num_warps": 1},
+    ),
+    (
+        _write_fp8,
+        {"keys": "*bf16", "host_slots": "*i32", "values": "*fp8e4nv", "scales": "*fp32",
+         "page_bytes": "i32", "PAGE": BLOCK_TOKENS, **_QUANTISE},
+        {"num_warps": 1},
+    ),
+    (
+        _quantise_query,
+        {"query": "*bf16", "weights": "*fp32", "values": "*fp8e4nv", "folded": "*fp32",
+         "heads": "i32", "BLOCK_HEADS": 16, **_QUANTISE},
+    ),
+)  # fmt: skip

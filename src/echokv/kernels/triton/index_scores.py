@@ -130,6 +130,29 @@ def _index_scores(
             score = tl.where(position < length, score, float("-inf"))
             tl.store(out + row * width + position, score, mask=position < width)
     else:
-        position = first_page * PAGE + tl.arange(0, PAGES * PAGE)
+        all_positions = first_page * PAGE + tl.arange(0, PAGES * PAGE)
         nothing = tl.full((PAGES * PAGE,), float("-inf"), tl.float32)
-        tl.store(out + row * width + position, nothing, mask=position < width)
+        tl.store(out + row * width + all_positions, nothing, mask=all_positions < width)
+
+
+def _signature(query: str, values: str) -> dict[str, object]:
+    pointers = {"query": query, "weights": "*fp32", "values": values, "scales": "*fp32"}
+    pointers |= dict.fromkeys(("block_tables", "request_rows", "context_lens"), "*i32")
+    sizes = ("heads", "dim", "num_blocks", "width", "page_values", "page_scales")
+    constants = {"PAGE": BLOCK_TOKENS, "PAGES": _PAGES_PER_PROGRAM, "BLOCK_HEADS": 64}
+    return {
+        **pointers,
+        "out": "*fp32",
+        "factor": "fp32",
+        **dict.fromkeys(sizes, "i32"),
+        **constants,
+        "BLOCK_DIM": 128,
+        "IS_FP8": values == "*fp8e4nv",
+    }
+
+
+COMPILE_SIGNATURES = (
+    (_index_scores, _signature("*fp8e4nv", "*fp8e4nv")),
+    (_index_scores, _signature("*bf16", "*bf16")),
+    (_index_scores, _signature("*fp32", "*fp32")),
+)

@@ -1,7 +1,8 @@
 """Which of the wanted host slots are resident, which are missing.
 
-Three kernels: every absent entry claims its host slot with the lowest number it can (the last
-index wins), winners are counted by blocks, then compacted in index order.
+Every absent entry claims its host slot with the lowest number it can, so that the last index wins;
+then winners are counted by blocks and compacted in index order. Three kernels, or one program
+where the entries are few.
 """
 
 import triton
@@ -17,6 +18,9 @@ from echokv.kernels.triton.blocks import (
     rank_in_block,
     sum_of_blocks,
 )
+
+_FEW = 2048
+"""Entries up to which one program does everything: one token's selection, or a decode batch."""
 
 
 @triton.jit
@@ -43,6 +47,37 @@ def _claim(
     first = hit & (old <= protected) & (level > protected)
     tl.store(hit_counts + tl.program_id(0), tl.sum(first.to(tl.int32)))
     tl.atomic_min(host_to_device + where, -2 - index, mask=wanted & ~hit, sem="relaxed")
+
+
+@triton.jit
+def _lookup_few(
+    host_slots,
+    priorities,
+    floor,
+    host_to_device,
+    priority,
+    missing,
+    num_missing,
+    num_hits,
+    entries,
+    BLOCK: tl.constexpr,
+):
+    """All of it in one program: barriers take the place of kernel boundaries."""
+    _claim(host_slots, priorities, floor, host_to_device, priority, num_hits, entries, BLOCK)
+    tl.debug_barrier()
+    index = tl.arange(0, BLOCK)
+    slot = tl.load(host_slots + index, mask=index < entries, other=-1)
+    where = slot.to(tl.int64)
+    # Past the L1 cache, which may hold what was there before the atomics.
+    claim = tl.load(host_to_device + where, mask=slot >= 0, other=-1, cache_modifier=".cg")
+    tl.debug_barrier()
+    won = claim == -2 - index
+    total = tl.sum(won.to(tl.int32))
+    none = tl.full([BLOCK], -1, tl.int32)
+    tl.store(missing + rank_in_block(won.to(tl.int32)), slot, mask=won)
+    tl.store(missing + index, none, mask=(index >= total) & (index < entries))
+    tl.store(host_to_device + where, none, mask=won)
+    tl.store(num_missing, total)
 
 
 @triton.jit
@@ -108,10 +143,24 @@ def lookup(
     check_scalars(device, floor=floor, num_missing=num_missing, num_hits=num_hits)
     check_workspace(workspace, device)
     entries = host_slots.shape[0]
+    if entries <= _FEW:
+        _lookup_few[(1,)](
+            host_slots,
+            priorities,
+            floor,
+            host_to_device,
+            priority,
+            missing,
+            num_missing,
+            num_hits,
+            entries,
+            BLOCK=max(triton.next_power_of_2(entries), 64),
+        )
+        return
     block = block_size(entries)
     programs, padded = grid_size(entries)
     hit_counts, win_counts = workspace[COUNTS_A:], workspace[COUNTS_B:]
-    grid = (max(programs, 1),)
+    grid = (programs,)
     _claim[grid](
         host_slots, priorities, floor, host_to_device, priority, hit_counts, entries, BLOCK=block
     )
@@ -127,12 +176,29 @@ def lookup(
         entries,
         programs,
         BLOCK=block,
-        PROGRAMS=max(padded, 1),
+        PROGRAMS=padded,
     )
 
 
 _INTS = "*i32"
 COMPILE_SIGNATURES = (
+    (
+        _lookup_few,
+        dict.fromkeys(
+            (
+                "host_slots",
+                "priorities",
+                "floor",
+                "host_to_device",
+                "priority",
+                "missing",
+                "num_missing",
+                "num_hits",
+            ),
+            _INTS,
+        )
+        | {"entries": "i32", "BLOCK": _FEW},
+    ),
     (
         _claim,
         dict.fromkeys(

@@ -14,26 +14,28 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 @triton.jit
 def to_bfloat16(x):
     """fp32 -> bf16, to nearest even; NaN stays NaN."""
-    if not INTERPRETED:
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
         return x.to(tl.bfloat16)
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def to_float8e4m3(x):
     """fp32 -> e4m3, to nearest even; |x| <= 448."""
-    if not INTERPRETED:
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        # Adding 2 ** 14 leaves the multiple of 2 ** -9, the subnormals' step, in the lowest bits.
+        shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+        subnormal = shifted.to(tl.uint32, bitcast=True) & 0xF
+        code = tl.where(magnitude < 0x3C800000, subnormal, normal)  # 0x3C800000 is 2 ** -6
+        return (code | ((bits >> 31) << 7)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
         return x.to(tl.float8e4nv)
-    bits = x.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Adding 2 ** 14 leaves the multiple of 2 ** -9, the subnormals' step, in the lowest bits.
-    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
-    subnormal = shifted.to(tl.uint32, bitcast=True) & 0xF
-    code = tl.where(magnitude < 0x3C800000, subnormal, normal)  # 0x3C800000 is 2 ** -6
-    return (code | ((bits >> 31) << 7)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit

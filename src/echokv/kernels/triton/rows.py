@@ -29,8 +29,9 @@ def encode_rows(latent: Tensor, rope: Tensor, fmt: RowFormat) -> Tensor:
     if fmt.name in _PLAIN:
         grid = (tokens, triton.cdiv(fmt.latent_dim + fmt.rope_dim, _COLUMNS))
         _encode_plain[grid](
-            latent, rope, out.view(_PLAIN[fmt.name]), fmt.latent_dim, fmt.rope_dim, _COLUMNS
-        )
+            latent, rope, out.view(_PLAIN[fmt.name]), fmt.latent_dim, fmt.rope_dim, _COLUMNS,
+            num_warps=1,
+        )  # fmt: skip
         return out
     _encode_fp8[(tokens, fmt.latent_dim // FP8_GROUP + 1)](
         latent,
@@ -45,6 +46,7 @@ def encode_rows(latent: Tensor, rope: Tensor, fmt: RowFormat) -> Tensor:
         triton.next_power_of_2(fmt.rope_dim),
         FP8_MAX,
         SMALLEST_SCALE,
+        num_warps=1,
     )
     return out
 
@@ -70,6 +72,7 @@ def decode_rows(rows: Tensor, fmt: RowFormat, dtype: torch.dtype) -> Tensor:
         FP8_GROUP,
         triton.next_power_of_2(fmt.rope_dim),
         _TL_DTYPES[dtype],
+        num_warps=1,
     )
     return out
 
@@ -123,10 +126,11 @@ def _encode_fp8(
         tl.store(values + row * row_bytes + column, to_float8e4m3(scaled))
         tl.store(scales + (row * row_bytes + latent_dim) // 4 + group, scale)
     else:
-        column = tl.arange(0, ROPE_BLOCK)
-        x = tl.load(rope + row * rope_dim + column, mask=column < rope_dim, other=0.0)
+        rope_column = tl.arange(0, ROPE_BLOCK)
+        in_rope = rope_column < rope_dim
+        rotary = tl.load(rope + row * rope_dim + rope_column, mask=in_rope, other=0.0)
         start = (row * row_bytes + latent_dim + latent_dim // GROUP * 4) // 2
-        tl.store(ropes + start + column, to_bfloat16(x.to(tl.float32)), mask=column < rope_dim)
+        tl.store(ropes + start + rope_column, to_bfloat16(rotary.to(tl.float32)), mask=in_rope)
 
 
 @triton.jit
@@ -152,7 +156,32 @@ def _decode_fp8(
         scale = tl.load(scales + (row * row_bytes + latent_dim) // 4 + group)
         tl.store(target + column, round_to(x * scale, DTYPE))
     else:
-        column = tl.arange(0, ROPE_BLOCK)
+        rope_column = tl.arange(0, ROPE_BLOCK)
+        in_rope = rope_column < rope_dim
         start = (row * row_bytes + latent_dim + latent_dim // GROUP * 4) // 2
-        x = tl.load(ropes + start + column, mask=column < rope_dim, other=0.0).to(tl.float32)
-        tl.store(target + latent_dim + column, round_to(x, DTYPE), mask=column < rope_dim)
+        rotary = tl.load(ropes + start + rope_column, mask=in_rope, other=0.0).to(tl.float32)
+        tl.store(target + latent_dim + rope_column, round_to(rotary, DTYPE), mask=in_rope)
+
+
+_FP8_ROW = {"row_bytes": "i32", "latent_dim": "i32", "rope_dim": "i32", "GROUP": 128,
+            "ROPE_BLOCK": 64}  # fmt: skip
+COMPILE_SIGNATURES = (
+    (
+        _encode_plain,
+        {"latent": "*bf16", "rope": "*bf16", "out": "*bf16", "latent_dim": "i32",
+         "rope_dim": "i32", "COLUMNS": _COLUMNS},
+        {"num_warps": 1},
+    ),
+    (
+        _encode_fp8,
+        {"latent": "*bf16", "rope": "*bf16", "values": "*fp8e4nv", "scales": "*fp32",
+         "ropes": "*bf16", **_FP8_ROW, "FP8_LIMIT": FP8_MAX, "SMALLEST": SMALLEST_SCALE},
+        {"num_warps": 1},
+    ),
+    (
+        _decode_fp8,
+        {"values": "*fp8e4nv", "scales": "*fp32", "ropes": "*bf16", "out": "*bf16", **_FP8_ROW,
+         "DTYPE": tl.bfloat16},
+        {"num_warps": 1},
+    ),
+)  # fmt: skip

@@ -54,10 +54,7 @@ def _attend(
     values = rows.view(torch.float8_e4m3fn if is_fp8 else _PLAIN[fmt.name])
     ropes = rows.view(torch.bfloat16) if is_fp8 else values
     rope_at = (fmt.latent_dim + 4 * (fmt.latent_dim // FP8_GROUP)) // 2
-    # fp32 products take no tensor cores and four times the registers: smaller tiles.
-    wide = query.dtype == torch.bfloat16
-    block_heads = max(16, min(64 if wide else 16, triton.next_power_of_2(heads)))
-    block_rows = 32 if wide else 16
+    block_heads, block_rows, options = _tiles(query.dtype, heads)
     _attend_split[(triton.cdiv(heads, block_heads), splits, tokens)](
         query,
         values,
@@ -82,8 +79,7 @@ def _attend(
         max(16, triton.next_power_of_2(fmt.latent_dim)),
         max(16, triton.next_power_of_2(fmt.rope_dim)),
         is_fp8,
-        num_warps=8 if block_heads == 64 else 4,
-        num_stages=2 if wide else 1,
+        **options,
     )
     _merge_splits[(heads, tokens)](
         partial,
@@ -95,6 +91,14 @@ def _attend(
         triton.next_power_of_2(splits),
         max(16, triton.next_power_of_2(fmt.latent_dim)),
     )
+
+
+def _tiles(dtype: torch.dtype, heads: int) -> tuple[int, int, dict[str, int]]:
+    """Heads and rows of a tile, and launch options, such that nothing spills."""
+    if dtype == torch.float32:  # no tensor cores, and twice the bytes
+        return 16, 16, {"num_warps": 8, "num_stages": 1}
+    block_heads = max(16, min(64, triton.next_power_of_2(heads)))
+    return block_heads, 32, {"num_warps": 8 if block_heads == 64 else 4, "num_stages": 2}
 
 
 @triton.jit
@@ -221,3 +225,53 @@ def _merge_splits(
     result = round_to(acc, out.dtype.element_ty)
     target = out + (token * heads + head) * latent_dim + column
     tl.store(target, result, mask=column < latent_dim)
+
+
+def _signature(dtype: torch.dtype, values: str, heads: int) -> tuple[object, ...]:
+    block_heads, block_rows, options = _tiles(dtype, heads)
+    query = "*fp32" if dtype == torch.float32 else "*bf16"
+    sizes = ("heads", "k", "row_values", "row_scales", "row_ropes", "rope_at")
+    return (
+        _attend_split,
+        {
+            "query": query,
+            "values": values,
+            "scales": "*fp32",
+            "ropes": "*bf16" if values == "*fp8e4nv" else values,
+            "device_slots": "*i32",
+            "partial": "*fp32",
+            "logsums": "*fp32",
+            "scale_log2": "fp32",
+            **dict.fromkeys((*sizes, "latent_dim", "rope_dim"), "i32"),
+            "GROUP": FP8_GROUP,
+            "SPLIT": _SPLIT_ROWS,
+            "BLOCK_HEADS": block_heads,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_LATENT": 512,
+            "BLOCK_ROPE": 64,
+            "IS_FP8": values == "*fp8e4nv",
+        },
+        options,
+    )
+
+
+COMPILE_SIGNATURES = (
+    _signature(torch.bfloat16, "*fp8e4nv", 128),
+    _signature(torch.bfloat16, "*bf16", 128),
+    _signature(torch.bfloat16, "*bf16", 16),
+    _signature(torch.float32, "*fp32", 128),
+    _signature(torch.float32, "*fp8e4nv", 128),
+    (
+        _merge_splits,
+        {
+            "partial": "*fp32",
+            "logsums": "*fp32",
+            "out": "*bf16",
+            "heads": "i32",
+            "latent_dim": "i32",
+            "SPLITS": 8,
+            "BLOCK_SPLITS": 8,
+            "BLOCK_LATENT": 512,
+        },
+    ),
+)

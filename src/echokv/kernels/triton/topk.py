@@ -187,3 +187,31 @@ def _write_chosen(
         if (piece == 0) & (length >= k):
             bits = tl.where(threshold >> 31 != 0, threshold & 0x7FFFFFFF, threshold ^ 0xFFFFFFFF)
             tl.store(kth + row, bits.to(tl.float32, bitcast=True))
+
+
+_INPUTS = {"scores": "*fp32", "context_lens": "*i32"}
+_SIZES = {"rows": "i32", "width": "i32", "k": "i32"}
+_WARPS = {"num_warps": 8}
+COMPILE_SIGNATURES = (
+    *(
+        (
+            _count_digits,
+            {**_INPUTS, "histograms": "*i32", "state": "*i32", **_SIZES, "DIGIT": digit,
+             "PIECE": _PIECE},
+            _WARPS,
+        )
+        for digit in range(_DIGITS)
+    ),
+    (
+        _count_chosen,
+        {**_INPUTS, "histograms": "*i32", "state": "*i32", "counts": "*i32", **_SIZES,
+         "DIGITS": _DIGITS, "PIECE": _PIECE},
+        _WARPS,
+    ),
+    (
+        _write_chosen,
+        {**_INPUTS, "state": "*i32", "counts": "*i32", "positions": "*i32", "kth": "*fp32",
+         **_SIZES, "pieces": "i32", "BLOCK_PIECES": 256, "DIGITS": _DIGITS, "PIECE": _PIECE},
+        _WARPS,
+    ),
+)  # fmt: skip

@@ -1,0 +1,187 @@
+"""Sparse attention over a cache: in pieces or at once, against dense softmax in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from echokv.attention.sparse_mla import SparseAttention, fits_at_once, plan_pieces
+from echokv.cache.batch import ForwardBatch
+from echokv.cache.manager import CacheManager
+from echokv.cache.protocol import KVCache
+from echokv.cache.resident import ResidentCache
+from echokv.errors import CapacityError
+from echokv.indexer.indexer import Selection
+from echokv.kernels.registry import load_kernels
+from echokv.memory.formats import RowFormat
+from echokv.memory.pools import DevicePool, HostPool
+from echokv.memory.slots import DeviceSlots, HostSlots
+
+CPU = torch.device("cpu")
+KERNELS = load_kernels("reference", CPU)
+FMT = RowFormat(name="float32", latent_dim=32, rope_dim=16)
+LAYERS, HOST_SLOTS, HEADS, TOPK, SCALE = 2, 256, 3, 8, 0.3
+
+
+class Recorder:
+    """A KV cache that notes what is asked of it and passes it on."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.calls: list[tuple[str, int]] = []
+
+    @property
+    def capacity(self) -> int:
+        return self.cache.capacity
+
+    def begin_step(self) -> None:
+        self.calls.append(("step", 0))
+        self.cache.begin_step()
+
+    def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
+        self.calls.append(("append", keep))
+        self.cache.append(layer, host_slots, rows, keep=keep)
+
+    def make_resident(self, layer: int, host_slots: HostSlots, scores: Tensor) -> DeviceSlots:
+        self.calls.append(("resident", host_slots.shape[0]))
+        return self.cache.make_resident(layer, host_slots, scores)
+
+    def rows(self, layer: int) -> Tensor:
+        return self.cache.rows(layer)
+
+
+def make_cache(pool: int | None) -> Recorder:
+    device_pool = DevicePool(LAYERS, pool or HOST_SLOTS, FMT.row_bytes, CPU)
+    device_pool.rows.fill_(0xFF)
+    if pool is None:
+        return Recorder(ResidentCache(KERNELS, device_pool))
+    host_pool = HostPool(LAYERS, HOST_SLOTS, FMT.row_bytes, CPU)
+    host_pool.rows.fill_(0xFF)
+    return Recorder(CacheManager(KERNELS, host_pool, device_pool))
+
+
+def batch_of(host_slots: Tensor, padding: int = 0) -> ForwardBatch:
+    real = host_slots.shape[0]
+    zeros = torch.zeros(real + padding, dtype=torch.int32)
+    return ForwardBatch(
+        token_ids=zeros.long(),
+        positions=zeros,
+        context_lens=zeros,
+        host_slots=HostSlots(torch.cat([host_slots, host_slots.new_full((padding,), -1)])),
+        request_rows=zeros,
+        block_tables=zeros[:1, None],
+        sampled_rows=zeros[:0].long(),
+        max_context_len=HOST_SLOTS,
+        num_real_tokens=real,
+    )
+
+
+class World:
+    """A context of rows in the cache, and selections over it."""
+
+    def __init__(self, pool: int | None, tokens: int, padding: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(9)
+        self.cache = make_cache(pool)
+        self.attention = SparseAttention(KERNELS, self.cache, FMT, SCALE, TOPK)
+        slots = torch.randperm(HOST_SLOTS, generator=self.generator)[:100].to(torch.int32)
+        self.rows = self.noise(100, 48)  # row i lives in host slot slots[i]
+        for at in range(0, 100, 10):
+            self.store(slots[at : at + 10], self.rows[at : at + 10])
+        self.cache.calls.clear()
+        self.attention.begin_pass()
+        self.batch = batch_of(slots[100 - tokens :], padding)
+        self.query = self.noise(tokens + padding, HEADS, 48)
+        self.picked = torch.full((tokens + padding, TOPK), -1)
+        for row in range(tokens):
+            count = TOPK if row % 3 else 1 + row % TOPK  # some rows have fewer than k
+            order = torch.randperm(100, generator=self.generator)[:count]
+            self.picked[row, :count] = order.sort().values
+        self.selection = Selection(
+            positions=self.picked.to(torch.int32),
+            host_slots=HostSlots(torch.where(self.picked < 0, -1, slots[self.picked])),
+            scores=self.noise(tokens + padding, TOPK).masked_fill(self.picked < 0, -torch.inf),
+            kth_scores=torch.zeros(tokens + padding),
+        )
+
+    def noise(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def store(self, slots: Tensor, rows: Tensor) -> None:
+        self.attention.begin_pass()
+        for layer in range(LAYERS):
+            sign = 1 - 2 * layer
+            latent, rope = (sign * rows).split([32, 16], 1)
+            batch = batch_of(slots)
+            self.attention.append(layer, latent.contiguous(), rope.contiguous(), batch)
+
+    def attend(self, layer: int) -> Tensor:
+        return self.attention.attend(layer, self.query, self.selection, self.batch)
+
+    def expected(self, layer: int) -> Tensor:
+        rows = (1 - 2 * layer) * self.rows.double()
+        out = torch.zeros(self.query.shape[0], HEADS, 32, dtype=torch.float64)
+        for row, picked in enumerate(self.picked):
+            keys = rows[picked[picked >= 0]]
+            if len(keys):
+                weights = (self.query[row].double() @ keys.T * SCALE).softmax(-1)
+                out[row] = weights @ keys[:, :32]
+        return out
+
+
+@pytest.mark.parametrize("pool", [None, TOPK, TOPK + 1, 3 * TOPK - 1, 56, 62, 63, 256])
+@pytest.mark.parametrize(("tokens", "padding"), [(1, 0), (7, 0), (7, 25)])
+def test_it_is_softmax_over_the_selected_rows(pool: int | None, tokens: int, padding: int) -> None:
+    world = World(pool, tokens, padding)
+    for layer in range(LAYERS):
+        output = world.attend(layer)
+        torch.testing.assert_close(output.double(), world.expected(layer), rtol=1e-5, atol=1e-5)
+    if isinstance(world.cache.cache, CacheManager):
+        world.cache.cache.check()
+
+
+@pytest.mark.parametrize("pool", [TOPK, 20, 57, 63])
+def test_pieces_change_no_bit(pool: int) -> None:
+    expected = World(None, 7, 25).attend(0)
+    assert torch.equal(World(pool, 7, 25).attend(0), expected)
+
+
+def test_a_pass_that_fits_is_one_step() -> None:
+    world = World(7 * (TOPK + 1), 7, 25)
+    assert world.cache.calls == [("step", 0)]
+    world.attend(0)
+    assert world.cache.calls == [("step", 0), ("resident", 7)]
+
+
+def test_a_pass_that_does_not_fit_makes_each_piece_a_step() -> None:
+    world = World(7 * (TOPK + 1) - 1, 7, 25)
+    world.attend(0)
+    step = ("step", 0)
+    assert world.cache.calls[1:] == [step, ("resident", 7)]
+    world = World(3 * TOPK - 1, 7, 25)
+    world.attend(0)
+    assert world.cache.calls[1:] == [step, ("resident", 2)] * 3 + [step, ("resident", 1)]
+
+
+def test_new_rows_are_kept_as_far_as_the_pool_goes() -> None:
+    cache = make_cache(TOPK)
+    attention = SparseAttention(KERNELS, cache, FMT, SCALE, TOPK)
+    for count in (3, 20):
+        batch = batch_of(torch.arange(count, dtype=torch.int32), padding=5)
+        attention.append(0, torch.ones(count + 5, 32), torch.ones(count + 5, 16), batch)
+    assert cache.calls == [("append", 3), ("append", TOPK)]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 31, 32])
+@pytest.mark.parametrize("topk", [1, 8, 64])
+@pytest.mark.parametrize("spare", [0, 1, 63, 200, 5000])
+def test_pieces_cover_every_token_once_and_fit(tokens: int, topk: int, spare: int) -> None:
+    capacity = topk + spare
+    pieces = plan_pieces(tokens, topk, capacity)
+    covered = [row for piece in pieces for row in range(piece.start, piece.stop)]
+    assert covered == list(range(tokens))
+    assert all((piece.stop - piece.start) * topk <= capacity for piece in pieces)
+    assert fits_at_once(tokens, topk, capacity) == (tokens * topk + tokens <= capacity)
+
+
+def test_a_pool_below_k_is_refused() -> None:
+    with pytest.raises(CapacityError, match=f"{TOPK - 1} is below index_topk {TOPK}"):
+        SparseAttention(KERNELS, make_cache(TOPK - 1), FMT, SCALE, TOPK)
