@@ -53,7 +53,8 @@ $(MODEL)/config.json: | $(VENV)/.package
 	$(BIN)/echokv demo-model $(MODEL)
 
 $(VENV)/.locked: requirements.lock
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "echokv needs Python 3.11 or newer: make PYTHON=python3.11"'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    "echokv needs Python 3.11 or newer, for instance: make PYTHON=python3.12")'
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -r requirements.lock

@@ -18,6 +18,23 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the long document is."""
+    parser.addoption(
+        "--document-tokens",
+        type=int,
+        default=6000,
+        help="tokens of the document in tests/e2e/test_document.py (default: %(default)s)",
+    )
+
+
+@pytest.fixture
+def document_tokens(request: pytest.FixtureRequest) -> int:
+    """The value of --document-tokens."""
+    tokens: int = request.config.getoption("--document-tokens")
+    return tokens
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is no CUDA device; the report counts them."""
     if HAS_CUDA:

@@ -115,6 +115,7 @@ class ModelConfig:
                 f"{source}: unknown architecture {architectures[0]!r};"
                 f" echokv serves {', '.join(ARCHITECTURES)}"
             )
+        _check_switches(raw, source)
         glm = architectures[0] == "GlmMoeDsaForCausalLM"
         try:
             layers = int(raw["num_hidden_layers"])
@@ -158,6 +159,25 @@ class ModelConfig:
             raise CheckpointError(
                 f"{source}: qk_rope_head_dim {self.qk_rope_head_dim} exceeds"
                 f" index_head_dim {self.index_head_dim}"
+            )
+
+
+_ONLY_VALUES: dict[str, Any] = {
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+"""Switches of `config.json` that have one value in every DSA model; another would be ignored."""
+
+
+def _check_switches(raw: dict[str, Any], source: str) -> None:
+    for key, value in _ONLY_VALUES.items():
+        if raw.get(key, value) != value:
+            raise CheckpointError(
+                f"{source}: {key} {raw[key]!r} is not supported, only {value!r} is"
             )
 
 

@@ -27,6 +27,7 @@ class SelectionLog:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.selections: Selections = {}
+        self.inputs: dict[tuple[str, int], int] = {}  # (request id, position) -> token id
         self.repeats = 0
 
     def __call__(self, layer: int, batch: ForwardBatch, selection: Selection) -> None:
@@ -39,8 +40,10 @@ class SelectionLog:
         real = batch.num_real_tokens
         rows = selection.positions[:real].cpu().numpy()
         slots, positions = batch.host_slots[:real].tolist(), batch.positions[:real].tolist()
+        tokens = batch.token_ids[:real].tolist()
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
             key = (owners[slot // BLOCK_TOKENS], layer, position)
+            self.inputs[key[0], position] = tokens[row]
             chosen = rows[row].tobytes()
             if key in self.selections:
                 self.repeats += 1

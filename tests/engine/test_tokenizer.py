@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -63,7 +64,7 @@ def test_half_a_character_is_held_until_flush(tokenizer: Tokenizer, text: str, c
 @given(data=st.binary(max_size=30))
 def test_any_bytes_come_out_as_the_library_decodes_them(tokenizer: Tokenizer, data: bytes) -> None:
     library = BackendTokenizer.from_str(tokenizer._backend.to_str())
-    ids = [library.token_to_id(tokenizer.token_string(byte) or "") for byte in data]
+    ids: list[Any] = [library.token_to_id(tokenizer.token_string(byte) or "") for byte in data]
     assert tokenizer.decode(ids) == library.decode(ids) == data.decode("utf-8", "replace")
 
 

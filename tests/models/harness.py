@@ -169,9 +169,14 @@ class Oracle:
     """Hugging Face's model on the same checkpoint, with its top-k recorded."""
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-        ).eval()
+        self.model, loading = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
+        )
+        assert not any(loading.values()), loading
         self.selected: Selected = {}
         self._name, self._start = "", 0
         for layer, block in enumerate(self.model.model.layers):

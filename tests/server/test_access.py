@@ -44,7 +44,7 @@ def test_official_client(guarded: str) -> None:
     ],
 )
 def test_header(guarded: str, header: bytes | None, status: int) -> None:
-    headers = {} if header is None else {"Authorization": header}
+    headers = [] if header is None else [(b"Authorization", header)]
     with httpx2.Client(base_url=guarded) as client:
         answer = client.get("/v1/models", headers=headers)
         assert answer.status_code == status

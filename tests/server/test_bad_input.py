@@ -170,7 +170,7 @@ def test_unknown_paths_and_methods(http: httpx2.Client) -> None:
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "\xff"])
 def test_content_type(http: httpx2.Client, kind: str) -> None:
-    headers = {"Content-Type": kind.encode("latin-1")} if kind else {}
+    headers = [(b"Content-Type", kind.encode("latin-1"))] if kind else []
     answer = http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
     assert "application/json" in error(answer, 415)["message"]
 

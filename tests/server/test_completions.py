@@ -1,6 +1,7 @@
 """/v1/completions through the official client; the fake engine repeats the prompt's tokens."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -80,7 +81,12 @@ def test_every_kind_of_prompt(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("prompt", "shown"), [("ab", "ab"), ([A, B], "ab"), ([BOS_ID, B], "b")])
 def test_echo(client: OpenAI, prompt: str | list[int], shown: str, stream: bool) -> None:
-    common = {"model": "fake-model", "prompt": prompt, "max_tokens": 2, "echo": True}
+    common: dict[str, Any] = {
+        "model": "fake-model",
+        "prompt": prompt,
+        "max_tokens": 2,
+        "echo": True,
+    }
     plain = client.completions.create(**{**common, "echo": False}).choices[0].text
     if stream:
         text = "".join(
@@ -92,7 +98,11 @@ def test_echo(client: OpenAI, prompt: str | list[int], shown: str, stream: bool)
 
 
 def test_stream_has_the_same_text_end_and_usage(client: OpenAI) -> None:
-    common = {"model": "fake-model", "prompt": ["héy", "x" + "😀" * 3], "max_tokens": 21}
+    common: dict[str, Any] = {
+        "model": "fake-model",
+        "prompt": ["héy", "x" + "😀" * 3],
+        "max_tokens": 21,
+    }
     whole = client.completions.create(**common)
     chunks = list(
         client.completions.create(**common, stream=True, stream_options={"include_usage": True})
@@ -124,13 +134,21 @@ def test_continuous_usage(http: httpx2.Client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs(client: OpenAI, stream: bool) -> None:
-    common = {"model": "fake-model", "prompt": [A, 0xC3, 0xA9], "max_tokens": 4, "logprobs": 2}
+    common: dict[str, Any] = {
+        "model": "fake-model",
+        "prompt": [A, 0xC3, 0xA9],
+        "max_tokens": 4,
+        "logprobs": 2,
+    }
     if stream:
         pieces = [c.choices[0].logprobs for c in client.completions.create(**common, stream=True)]
         assert len(pieces) == 4  # a token without text of its own still has its logprobs
     else:
         pieces = [client.completions.create(**common).choices[0].logprobs]
-    tokens, logprobs, tops, offsets = [], [], [], []
+    tokens: list[Any] = []
+    logprobs: list[Any] = []
+    tops: list[Any] = []
+    offsets: list[Any] = []
     for piece in pieces:
         assert piece is not None
         tokens += piece.tokens or []
@@ -164,7 +182,7 @@ def test_stop_token_and_end_of_sequence(client: OpenAI, engine: FakeEngine) -> N
 def test_sampling_parameters_reach_the_engine(client: OpenAI, engine: FakeEngine) -> None:
     client.completions.create(model="fake-model", prompt="a")
     assert engine.params() == {"max_tokens": 16}
-    given = {
+    given: dict[str, Any] = {
         "temperature": 0,
         "top_p": 0.5,
         "seed": -(2**63),

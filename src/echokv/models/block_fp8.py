@@ -6,17 +6,13 @@ band, so that no float32 copy of a whole matrix is ever made.
 
 from torch import Tensor
 
-from echokv.errors import ConfigError
-
 MAX_BAND_ELEMENTS = 16 << 20
 """Most elements dequantised at once (64 MiB of float32)."""
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of the scales of a matrix of that shape: one a block, the last ones may be ragged."""
-    if len(shape) != 2:
-        raise ConfigError(f"block-fp8 weights are matrices, not of shape {list(shape)}")
-    return (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    """Shape of a matrix's scales: one a block; the blocks at its far edges may be ragged."""
+    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
 
 
 def dequantise_into(target: Tensor, values: Tensor, scales: Tensor, block: tuple[int, int]) -> None:

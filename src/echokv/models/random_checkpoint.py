@@ -166,7 +166,7 @@ def _head(noise: Tensor) -> Tensor:
     noise = _gain(2.5)(noise)
     noise[:, BIAS_CHANNEL] = 0.0
     for token, bias in _TOKEN_BIASES.items():
-        if token < noise.shape[0]:
+        if token < noise.shape[0]:  # a smaller vocabulary lacks some
             noise[token, BIAS_CHANNEL] = bias
     return noise
 

@@ -44,6 +44,7 @@ def index_scores(
     if is_fp8:
         query, weights = quantise_query(query, weights, dim)
         factor = 1.0  # folded into the weights
+    block_dim = max(_SMALLEST_DOT, triton.next_power_of_2(dim))
     values = pages.view(torch.float8_e4m3fn if is_fp8 else _PLAIN[fmt.name])
     grid = (triton.cdiv(width // BLOCK_TOKENS, _PAGES_PER_PROGRAM), tokens)
     _index_scores[grid](
@@ -65,11 +66,33 @@ def index_scores(
         BLOCK_TOKENS,
         _PAGES_PER_PROGRAM,
         max(16, triton.next_power_of_2(heads)),
-        max(_SMALLEST_DOT, triton.next_power_of_2(dim)),
+        block_dim,
+        _chunk_dim(fmt.name, block_dim),
         is_fp8,
-        num_warps=4,
+        num_warps=_num_warps(fmt.name),
     )
     return out
+
+
+def _chunk_dim(name: str, block_dim: int) -> int:
+    """How much of the head dimension is multiplied at once; all of it but in fp32.
+
+    fp32 products are not done by tensor cores: every operand sits in registers, and spills.
+    """
+    return 16 if name == "float32" else block_dim
+
+
+def _num_warps(name: str) -> int:
+    return 8 if name == "float32" else 4
+
+
+@triton.jit
+def _in_dtype(q, dtype: tl.constexpr):
+    """A query in the keys' dtype; e4m3 it is already."""
+    if dtype == tl.float8e4nv:
+        return q
+    else:
+        return round_to(q.to(tl.float32), dtype)
 
 
 @triton.jit
@@ -93,6 +116,7 @@ def _index_scores(
     PAGES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    CHUNK_DIM: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
     """Program (group of pages, row). A page's sums depend on nothing but that page and row."""
@@ -100,32 +124,35 @@ def _index_scores(
     first_page = tl.program_id(0) * PAGES
     length = tl.load(context_lens + row)
     table = block_tables + tl.load(request_rows + row).to(tl.int64) * num_blocks
-    key = tl.arange(0, PAGE)
+    key = tl.arange(0, PAGE)[:, None]
     head = tl.arange(0, BLOCK_HEADS)
-    column = tl.arange(0, BLOCK_DIM)
-    key_at = key[:, None] * dim + column[None, :]
-    query_mask = (head[:, None] < heads) & (column[None, :] < dim)
-    query_at = row * heads * dim + head[:, None] * dim + column[None, :]
+    chunk = tl.arange(0, CHUNK_DIM)[None, :]
+    query_row = query + row * heads * dim + head[:, None] * dim + chunk
     if first_page * PAGE < length:
-        q = tl.load(query + query_at, mask=query_mask, other=0.0)  # [H, D]
-        if not IS_FP8:
-            q = round_to(q.to(tl.float32), values.dtype.element_ty)
         w = tl.load(weights + row * heads + head, mask=head < heads, other=0.0) * factor
+        q_mask = (head[:, None] < heads) & (chunk < dim)
+        q = _in_dtype(tl.load(query_row, mask=q_mask, other=0.0), values.dtype.element_ty)
         for i in range(PAGES):
             page = first_page + i
-            position = page * PAGE + key
+            position = page * PAGE + tl.arange(0, PAGE)
             # A page past the context need not exist: read none, and mask what comes of it.
             exists = page * PAGE < length
             page_id = tl.load(table + page, mask=exists, other=0).to(tl.int64)
-            k = tl.load(
-                values + page_id * page_values + key_at,
-                mask=exists & (column[None, :] < dim),
-                other=0.0,
-            )  # [S, D]
-            dots = tl.maximum(dot(k, tl.trans(q)), 0.0)  # [S, H]
-            score = tl.sum(dots * w[None, :], axis=1)
+            keys = values + page_id * page_values + key * dim + chunk
+            if CHUNK_DIM == BLOCK_DIM:
+                k = tl.load(keys, mask=exists & (chunk < dim), other=0.0)  # [S, D]
+                dots = dot(k, tl.trans(q))  # [S, H]
+            else:
+                dots = tl.zeros((PAGE, BLOCK_HEADS), tl.float32)
+                for start in range(0, BLOCK_DIM, CHUNK_DIM):
+                    inside = start + chunk < dim
+                    k = tl.load(keys + start, mask=exists & inside, other=0.0)
+                    part_mask = (head[:, None] < heads) & inside
+                    part = tl.load(query_row + start, mask=part_mask, other=0.0)
+                    dots += dot(k, tl.trans(_in_dtype(part, values.dtype.element_ty)))
+            score = tl.sum(tl.maximum(dots, 0.0) * w[None, :], axis=1)
             if IS_FP8:
-                at = page_id * page_scales + PAGE * dim // 4 + key
+                at = page_id * page_scales + PAGE * dim // 4 + tl.arange(0, PAGE)
                 score = score * tl.load(scales + at, mask=position < length, other=0.0)
             score = tl.where(position < length, score, float("-inf"))
             tl.store(out + row * width + position, score, mask=position < width)
@@ -135,24 +162,28 @@ def _index_scores(
         tl.store(out + row * width + all_positions, nothing, mask=all_positions < width)
 
 
-def _signature(query: str, values: str) -> dict[str, object]:
+def _signature(name: str, query: str, values: str) -> tuple[object, ...]:
     pointers = {"query": query, "weights": "*fp32", "values": values, "scales": "*fp32"}
     pointers |= dict.fromkeys(("block_tables", "request_rows", "context_lens"), "*i32")
     sizes = ("heads", "dim", "num_blocks", "width", "page_values", "page_scales")
-    constants = {"PAGE": BLOCK_TOKENS, "PAGES": _PAGES_PER_PROGRAM, "BLOCK_HEADS": 64}
-    return {
+    signature = {
         **pointers,
         "out": "*fp32",
         "factor": "fp32",
         **dict.fromkeys(sizes, "i32"),
-        **constants,
+        "PAGE": BLOCK_TOKENS,
+        "PAGES": _PAGES_PER_PROGRAM,
+        "BLOCK_HEADS": 64,
         "BLOCK_DIM": 128,
-        "IS_FP8": values == "*fp8e4nv",
+        "CHUNK_DIM": _chunk_dim(name, 128),
+        "IS_FP8": name == "fp8",
     }
+    return _index_scores, signature, {"num_warps": _num_warps(name)}
 
 
 COMPILE_SIGNATURES = (
-    (_index_scores, _signature("*fp8e4nv", "*fp8e4nv")),
-    (_index_scores, _signature("*bf16", "*bf16")),
-    (_index_scores, _signature("*fp32", "*fp32")),
+    _signature("fp8", "*fp8e4nv", "*fp8e4nv"),
+    _signature("bfloat16", "*bf16", "*bf16"),
+    _signature("bfloat16", "*fp32", "*bf16"),
+    _signature("float32", "*fp32", "*fp32"),
 )

@@ -43,7 +43,7 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     _write_chosen[grid](
         scores, context_lens, state, counts, positions, kth, rows, width, k, pieces,
-        triton.next_power_of_2(pieces), _DIGITS, _PIECE, num_warps=8,
+        triton.next_power_of_2(pieces), _DIGITS, _PIECE, num_warps=16,
     )  # fmt: skip
     return positions, kth
 
@@ -212,6 +212,6 @@ COMPILE_SIGNATURES = (
         _write_chosen,
         {**_INPUTS, "state": "*i32", "counts": "*i32", "positions": "*i32", "kth": "*fp32",
          **_SIZES, "pieces": "i32", "BLOCK_PIECES": 256, "DIGITS": _DIGITS, "PIECE": _PIECE},
-        _WARPS,
+        {"num_warps": 16},
     ),
 )  # fmt: skip

@@ -1,0 +1,55 @@
+"""On a GPU: any device pool gives the tokens and selected sets of everything resident.
+
+Batches are the same in both runs, so both see the same shapes; batch invariance is the reference
+backend's promise, not cuBLAS's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echokv.engine.sampling_params import SamplingParams
+from tests.e2e.harness import SelectionLog, host_pool_gib, make_engine, python_sources, tokens_of
+
+TOPK = 64
+MAX_LEN = 2048
+COMMON: dict[str, Any] = {
+    "device": "cuda",
+    "backend": "triton",
+    "max_model_len": MAX_LEN,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+}
+
+
+def run(model: Path, **overrides: Any) -> tuple[list[list[int]], SelectionLog]:
+    engine, log = make_engine(model, **COMMON, **overrides)
+    tokens = engine.tokenizer.encode(python_sources(20_000))
+    prompts = [tokens[:1], tokens[:63], tokens[:700], tokens[:1500], tokens[5000:6000]]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    outputs = engine.generate(prompts, params)
+    if engine.config.offload:
+        assert all(layer.evicted_rows > 0 for layer in engine.stats().layers)
+    engine.close()
+    return [tokens_of(one) for one in outputs], log
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "fp8_ds_mla"])
+def test_offloaded_equals_resident(demo_model: Path, kv_cache_dtype: str) -> None:
+    overrides: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    if kv_cache_dtype == "float32":
+        overrides["dtype"] = "float32"
+    tokens, log = run(demo_model, offload=False, device_pool_tokens=16 * 1024, **overrides)
+    gib = host_pool_gib(demo_model, 128, kv_cache_dtype)
+    for pool in (9 * TOPK, 1000, 3000):
+        again, other = run(
+            demo_model,
+            host_pool_gib=gib,
+            device_pool_tokens=pool,
+            check_cache=True,
+            **overrides,
+        )
+        assert again == tokens
+        assert other.selections == log.selections
