@@ -48,7 +48,9 @@ def test_a_captured_step_serves_whatever_comes() -> None:
             for slot, row in zip(fresh, written, strict=True):
                 cache.truth[layer, slot] = bytes(row.tolist())
             rows_now = manager.rows(layer).cpu()
-            for slot, place in zip(sum(asked, []), places.flatten().tolist(), strict=True):
+            for slot, place in zip(
+                wanted.flatten().tolist(), places.flatten().tolist(), strict=True
+            ):
                 assert (slot < 0) == (place < 0)
                 if slot >= 0:
                     assert bytes(rows_now[place].tolist()) == cache.truth[layer, slot]

@@ -262,12 +262,12 @@ class CudaCacheLife(CacheLife):
 _RELAXED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 TestReferenceCache = CacheLife.TestCase
-TestReferenceCache.settings = settings(max_examples=60, stateful_step_count=40, **_RELAXED)
+TestReferenceCache.settings = settings(max_examples=40, stateful_step_count=40, **_RELAXED)
 TestInterpretedCache = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on CUDA here")(
     InterpretedCacheLife.TestCase
 )
 TestInterpretedCache.settings = settings(
-    max_examples=8, stateful_step_count=14, derandomize=True, **_RELAXED
+    max_examples=6, stateful_step_count=12, derandomize=True, **_RELAXED
 )
 TestCudaCache = pytest.mark.gpu(CudaCacheLife.TestCase)
 TestCudaCache.settings = settings(max_examples=60, stateful_step_count=40, **_RELAXED)

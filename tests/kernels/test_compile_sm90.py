@@ -58,9 +58,7 @@ def compile_one(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {
-        name: kind if is_type(kind) else "constexpr" for name, kind in signature.items()
-    }
+    types = {name: kind if is_type(kind) else "constexpr" for name, kind in signature.items()}
     constants = {name: kind for name, kind in signature.items() if not is_type(kind)}
     pointers = [i for i, kind in enumerate(types.values()) if kind.startswith("*")]
     source = ASTSource(

@@ -41,7 +41,7 @@ DISTRIBUTIONS: dict[str, Callable[[int], torch.Tensor]] = {
     "all equal": lambda n: torch.full((n,), 1.5),
     "relu zeros, a few positive": lambda n: (torch.randn(n) - 1.5).clamp(min=0),
     "zeros of both signs": lambda n: torch.where(torch.rand(n) < 0.5, -0.0, 0.0),
-    "signed zeros among others": lambda n: (torch.randn(n).round() * 0.0 + torch.randn(n).trunc()),
+    "signed zeros among others": lambda n: torch.randn(n).round() * 0.0 + torch.randn(n).trunc(),
     "four values": lambda n: torch.randint(-2, 2, (n,)).float(),
     "ascending": lambda n: torch.arange(n).float() - n / 2,
     "descending": lambda n: n / 2 - torch.arange(n).float(),

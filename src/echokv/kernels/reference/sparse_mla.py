@@ -21,7 +21,7 @@ def sparse_mla(
         rows: [N, row_bytes] uint8, one layer's device pool.
         device_slots: [T, k] int32, -1 for none, all -1 at the end of a row.
         fmt: the rows' format.
-        scale: softmax scale.
+        scale: softmax scale, positive.
 
     Returns:
         [T, H, latent_dim] in query's dtype; zeros for a token without rows.

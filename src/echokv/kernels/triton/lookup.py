@@ -22,6 +22,8 @@ from echokv.kernels.triton.blocks import (
 _FEW = 2048
 """Entries up to which one program does everything: one token's selection, or a decode batch."""
 
+_FEW_WARPS = 8
+
 
 @triton.jit
 def _claim(
@@ -155,6 +157,7 @@ def lookup(
             num_hits,
             entries,
             BLOCK=max(triton.next_power_of_2(entries), 64),
+            num_warps=_FEW_WARPS,
         )
         return
     block = block_size(entries)
@@ -198,6 +201,7 @@ COMPILE_SIGNATURES = (
             _INTS,
         )
         | {"entries": "i32", "BLOCK": _FEW},
+        {"num_warps": _FEW_WARPS},
     ),
     (
         _claim,

@@ -79,6 +79,7 @@ def _attend(
         max(16, triton.next_power_of_2(fmt.latent_dim)),
         max(16, triton.next_power_of_2(fmt.rope_dim)),
         is_fp8,
+        _compute_dtype(query.dtype, ropes.dtype),
         **options,
     )
     _merge_splits[(heads, tokens)](
@@ -96,6 +97,11 @@ def _attend(
 def _tiles() -> tuple[int, int, dict[str, int]]:
     """Heads and rows of a tile, and launch options: the largest that spill nothing on Hopper."""
     return 16, 16, {"num_warps": 8, "num_stages": 1}
+
+
+def _compute_dtype(query: torch.dtype, rows: torch.dtype) -> tl.dtype:
+    """bf16 products when both sides are bf16 (e4m3 is unpacked to it), else fp32."""
+    return tl.bfloat16 if query == rows == torch.bfloat16 else tl.float32
 
 
 @triton.jit
@@ -123,6 +129,7 @@ def _attend_split(
     BLOCK_LATENT: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     IS_FP8: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the products
 ):
     """Program (block of heads, split, token)."""
     token = tl.program_id(2).to(tl.int64)
@@ -134,7 +141,6 @@ def _attend_split(
     if tl.load(slots + split * SPLIT) < 0:
         tl.store(logsums + sums_at, tl.full((BLOCK_HEADS,), float("-inf"), tl.float32), head_ok)
         return
-    dtype: tl.constexpr = query.dtype.element_ty
     latent_column = tl.arange(0, BLOCK_LATENT)
     rope_column = tl.arange(0, BLOCK_ROPE)
     latent_ok = latent_column < latent_dim
@@ -148,6 +154,8 @@ def _attend_split(
         mask=head_ok[:, None] & rope_ok[None, :],
         other=0.0,
     )
+    q_latent = q_latent.to(DTYPE)
+    q_rope = q_rope.to(DTYPE)
     top = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_HEADS,), tl.float32)
     acc = tl.zeros((BLOCK_HEADS, BLOCK_LATENT), tl.float32)
@@ -172,24 +180,25 @@ def _attend_split(
             groups = tl.reshape(latent, [BLOCK_ROWS, BLOCK_LATENT // GROUP, GROUP])
             groups = groups.to(tl.float32) * factor[:, :, None]
             latent = tl.reshape(groups, [BLOCK_ROWS, BLOCK_LATENT])
-        latent = round_to(latent.to(tl.float32), dtype)
+        latent = round_to(latent.to(tl.float32), DTYPE)
         rope = tl.load(
             ropes + slot[:, None] * row_ropes + rope_at + rope_column[None, :],
             mask=rope_mask,
             other=0.0,
         )
-        rope = round_to(rope.to(tl.float32), dtype)
+        rope = round_to(rope.to(tl.float32), DTYPE)
         logits = dot(q_latent, tl.trans(latent)) + dot(q_rope, tl.trans(rope))
-        logits = tl.where(named[None, :], logits * scale_log2, float("-inf"))
+        logits = tl.where(named[None, :], logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, axis=1))
         # Nothing named so far: -inf - -inf would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        fade = tl.exp2(top - shift)
-        probs = tl.exp2(logits - shift[:, None])
+        # Scaled after the subtraction, which leaves small numbers: a smaller rounding error.
+        fade = tl.exp2((top - shift) * scale_log2)
+        probs = tl.exp2((logits - shift[:, None]) * scale_log2)
         total = total * fade + tl.sum(probs, axis=1)
-        acc = acc * fade[:, None] + dot(round_to(probs, dtype), latent)
+        acc = acc * fade[:, None] + dot(round_to(probs, DTYPE), latent)
         top = higher
-    tl.store(logsums + sums_at, top + tl.log2(total), mask=head_ok)
+    tl.store(logsums + sums_at, top * scale_log2 + tl.log2(total), mask=head_ok)
     target = partial + sums_at[:, None] * latent_dim + latent_column[None, :]
     tl.store(target, acc / total[:, None], mask=head_ok[:, None] & latent_ok[None, :])
 
@@ -250,6 +259,7 @@ def _signature(query: str, values: str) -> tuple[object, ...]:
             "BLOCK_LATENT": 512,
             "BLOCK_ROPE": 64,
             "IS_FP8": values == "*fp8e4nv",
+            "DTYPE": tl.bfloat16 if query == "*bf16" and values != "*fp32" else tl.float32,
         },
         options,
     )

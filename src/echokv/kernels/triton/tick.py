@@ -17,7 +17,8 @@ from echokv.kernels.cache_args import (
 )
 from echokv.kernels.checks import check_tensor
 
-_BLOCK = 4096
+_BLOCK = 2048
+_WARPS = 8
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def tick(clock: Tensor, floor: Tensor, priority: Tensor) -> None:
         REBASE_KEEP=CLOCK_REBASE_KEEP,
         BITS=SCORE_BITS,
         BLOCK=_BLOCK,
-        num_warps=8,
+        num_warps=_WARPS,
     )
 
 
@@ -80,5 +81,6 @@ COMPILE_SIGNATURES = (
             "BITS": SCORE_BITS,
             "BLOCK": _BLOCK,
         },
+        {"num_warps": _WARPS},
     ),
 )

@@ -1,0 +1,76 @@
+"""The registry hands out one backend, whole, or says why it can't."""
+
+import inspect
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from echokv.errors import KernelUnavailable
+from echokv.kernels.registry import BACKENDS, OPS, Kernels, load_kernels
+
+HAS_CUDA = torch.cuda.is_available()
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def runnable() -> list[tuple[str, torch.device]]:
+    """Backends and devices that this machine can run."""
+    pairs = [("reference", CPU)]
+    return (
+        [*pairs, ("reference", CUDA), ("triton", CUDA)] if HAS_CUDA else [*pairs, ("triton", CPU)]
+    )
+
+
+@pytest.mark.parametrize("name, device", runnable())
+def test_every_op_has_the_protocols_signature(name: str, device: torch.device) -> None:
+    kernels = load_kernels(name, device)
+    assert kernels.name == name
+    assert kernels.token_tile == (32 if name == "reference" else None)
+    declared = {op for op in vars(Kernels) if not op.startswith("_")} - {"name", "token_tile"}
+    assert declared == set(OPS)
+    for op in OPS:
+        want = list(inspect.signature(getattr(Kernels, op)).parameters.values())[1:]
+        got = list(inspect.signature(getattr(kernels, op)).parameters.values())
+        assert [(p.name, p.kind) for p in got] == [(p.name, p.kind) for p in want], op
+        assert getattr(kernels, op).__module__ == f"echokv.kernels.{name}.{OPS[op]}"
+
+
+def test_auto_takes_the_reference_on_the_cpu_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="echokv"):
+        assert load_kernels("auto", CPU).name == "reference"
+    assert "kernels: reference on cpu (asked for: auto)" in caplog.text
+
+
+@pytest.mark.gpu
+def test_auto_takes_triton_on_cuda() -> None:
+    assert load_kernels("auto", CUDA).name == "triton"
+
+
+def test_an_unknown_backend_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(KernelUnavailable, match=f"'tpu' is not one of auto, {', '.join(BACKENDS)}"):
+        load_kernels("tpu", CPU)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="needs a machine without CUDA")
+def test_triton_without_a_gpu_is_an_error_that_says_why() -> None:
+    with pytest.raises(KernelUnavailable, match="sees no CUDA device"):
+        load_kernels("triton", CUDA)
+
+
+def test_triton_on_the_cpu_needs_the_interpreter() -> None:
+    script = (
+        "import torch\n"
+        "from echokv.errors import KernelUnavailable\n"
+        "from echokv.kernels.registry import load_kernels\n"
+        "try:\n"
+        "    load_kernels('triton', torch.device('cpu'))\n"
+        "except KernelUnavailable as error:\n"
+        "    print(error)\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "set TRITON_INTERPRET=1 before Python starts (it is unset)" in done.stdout
