@@ -114,6 +114,18 @@ def test_penalties_match_their_formulas(logits: torch.Tensor) -> None:
     torch.testing.assert_close(row[0].double(), expected, atol=1e-6, rtol=1e-6)
 
 
+def test_a_tiny_repetition_penalty_overflows_to_no_nan(logits: torch.Tensor) -> None:
+    seen = logits.topk(3).indices.tolist()
+    request = make_request(seen, [], repetition_penalty=1e-320)
+    assert set(allowed_tokens(logits, request, 50)) <= set(seen)
+
+
+def test_logits_of_inference_mode_can_be_penalised(logits: torch.Tensor) -> None:
+    with torch.inference_mode():
+        row = logits.clone().unsqueeze(0)
+    sample(row, [make_request([1], [2], presence_penalty=1, min_tokens=3)], (0,))
+
+
 def test_ends_are_suppressed_before_min_tokens(logits: torch.Tensor) -> None:
     best, second = logits.topk(2).indices.tolist()
     request = make_request([1], [], min_tokens=1, temperature=0)

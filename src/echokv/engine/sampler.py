@@ -14,6 +14,8 @@ from torch import Tensor
 from echokv.engine.outputs import TokenLogprobs
 from echokv.engine.request import Request
 
+_FINITE = torch.finfo(torch.float32)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
@@ -23,6 +25,7 @@ class Sampled:
     logprobs: TokenLogprobs | None
 
 
+@torch.inference_mode()
 def sample(
     logits: Tensor, requests: list[Request], eos_token_ids: tuple[int, ...]
 ) -> list[Sampled]:
@@ -90,7 +93,8 @@ def _apply_penalties(logits: Tensor, requests: list[Request]) -> None:
             scaled = torch.where(
                 values > 0, values / params.repetition_penalty, values * params.repetition_penalty
             )
-            logits[row, seen] = scaled
+            # A tiny penalty must not overflow to inf, which softmax would turn into NaN.
+            logits[row, seen] = scaled.clamp(_FINITE.min, _FINITE.max)
         if params.presence_penalty or params.frequency_penalty:
             output = torch.tensor(request.output_token_ids, dtype=torch.int64, device=logits.device)
             tokens, counts = output.unique(return_counts=True)
