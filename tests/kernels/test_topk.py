@@ -82,6 +82,16 @@ def test_topk_over_several_pieces_of_a_row(backend: Any, name: str) -> None:
     check(backend, torch.stack([DISTRIBUTIONS[name](width) for _ in lens]), lens, k)
 
 
+def test_topk_of_a_length_beyond_the_width(backend: Any) -> None:
+    scores = torch.randn(2, 70)
+    for k in (64, 70, 80):
+        lens = torch.tensor([71, 1000], dtype=torch.int32, device=backend.device)
+        positions, kth = backend.op("topk")(scores.to(backend.device), lens, k)
+        for row in range(2):
+            want, want_kth = oracle(scores[row].tolist(), k)
+            assert positions[row].tolist() == want and kth[row].item() == want_kth
+
+
 def test_topk_does_not_depend_on_the_neighbours(backend: Any) -> None:
     scores = torch.randint(0, 50, (5, 256)).float().to(backend.device)
     lens = torch.tensor([256, 100, 3, 0, 200], dtype=torch.int32, device=backend.device)

@@ -14,7 +14,7 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Args:
         scores: [T, W] float32.
-        context_lens: [T] int32, at most W.
+        context_lens: [T] int32; more than W counts as W.
         k: how many, at least 1; may exceed W.
 
     Returns:
@@ -23,6 +23,7 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     check_topk_args(scores, context_lens, k)
     num_rows, width = scores.shape
+    context_lens = context_lens.clamp(max=width)
     valid = torch.arange(width, device=scores.device) < context_lens[:, None]  # [T, W]
     lowest = torch.full((), -torch.inf, device=scores.device)
     ranked = torch.where(valid & ~scores.isnan(), scores, lowest)

@@ -27,6 +27,8 @@ def sparse_mla(
     tokens, heads, _ = query.shape
     out = torch.empty(tokens, heads, fmt.latent_dim, dtype=query.dtype, device=query.device)
     splits = triton.cdiv(device_slots.shape[1], _SPLIT_ROWS)
+    if splits == 0:
+        return out.zero_()
     at_once = min(tokens, _TOKENS_AT_ONCE)
     partial = torch.empty(
         at_once, splits, heads, fmt.latent_dim, dtype=torch.float32, device=query.device

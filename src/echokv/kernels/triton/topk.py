@@ -93,7 +93,7 @@ def _count_digits(
 ):
     """Program (piece, row): add the piece's digits to the row's histogram."""
     row = tl.program_id(1).to(tl.int64)
-    length = tl.load(context_lens + row)
+    length = tl.minimum(tl.load(context_lens + row), width)
     start = tl.program_id(0) * PIECE
     if (length >= k) & (start < length):
         prefix, wanted = _known(histograms, state, rows, row, k, DIGIT)
@@ -127,7 +127,7 @@ def _count_chosen(
     """Program (piece, row). A row shorter than k has key 0, which every score exceeds."""
     row = tl.program_id(1).to(tl.int64)
     piece = tl.program_id(0)
-    length = tl.load(context_lens + row)
+    length = tl.minimum(tl.load(context_lens + row), width)
     start = piece * PIECE
     threshold = tl.full((), 0, tl.uint32)
     wanted = tl.full((), 0, tl.int32)
@@ -165,7 +165,7 @@ def _write_chosen(
     """Program (piece, row): write the piece's chosen positions after those of earlier pieces."""
     row = tl.program_id(1).to(tl.int64)
     piece = tl.program_id(0)
-    length = tl.load(context_lens + row)
+    length = tl.minimum(tl.load(context_lens + row), width)
     start = piece * PIECE
     if start < length:
         threshold = tl.load(state + (DIGITS * rows + row) * 2).to(tl.uint32, bitcast=True)
