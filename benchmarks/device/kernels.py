@@ -179,7 +179,7 @@ def bits(pattern: Tensor) -> Tensor:
 
 
 DISTRIBUTIONS: dict[str, Callable[[int], Tensor]] = {
-    "normal": lambda n: torch.randn(n),
+    "normal": torch.randn,
     "all equal": lambda n: torch.full((n,), 1.5),
     "relu zeros": lambda n: (torch.randn(n) - 2.5).clamp(min=0),
     "signed zeros": lambda n: torch.where(torch.rand(n) < 0.5, -0.0, 0.0),

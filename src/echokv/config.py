@@ -17,9 +17,9 @@ ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding; YaRN when factor > 1 (DeepSeek-V3.2 inference code, `precompute_freqs_cis`).
+    """Rotary embedding, with YaRN or without (DeepSeek-V3.2's inference code).
 
-    `interleaved` is how the MLA part rotates; `indexer_interleaved` how the indexer does
+    The MLA part is always interleaved; `indexer_interleaved` says whether the indexer's is
     (V3.2: False, GLM: True).
     """
 
@@ -99,7 +99,9 @@ class ModelConfig:
         """
         file = Path(path) / "config.json"
         if not file.is_file():
-            raise CheckpointError(f"{file} does not exist: --model must name a checkpoint directory")
+            raise CheckpointError(
+                f"{file} does not exist: --model must name a checkpoint directory"
+            )
         try:
             raw = json.loads(file.read_text())
         except ValueError as error:
@@ -210,18 +212,22 @@ def _rope(raw: dict[str, Any], *, glm: bool) -> RopeConfig:
         return RopeConfig(theta=theta, indexer_interleaved=glm)
     if kind != "yarn":
         raise CheckpointError(f"rope type {kind!r} is not supported: default or yarn")
-    known = (
-        "factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim".split()
-    )
     return RopeConfig(
         theta=theta,
         is_yarn=True,
         indexer_interleaved=glm,
-        **{key: type_(spec[key]) for key, type_ in zip(known, _YARN_TYPES) if spec.get(key)},
+        **{key: read(spec[key]) for key, read in _YARN_KEYS.items() if spec.get(key)},
     )
 
 
-_YARN_TYPES: tuple[Any, ...] = (float, int, float, float, float, float)
+_YARN_KEYS: dict[str, Any] = {
+    "factor": float,
+    "original_max_position_embeddings": int,
+    "beta_fast": float,
+    "beta_slow": float,
+    "mscale": float,
+    "mscale_all_dim": float,
+}
 
 
 def _quant_block_size(raw: dict[str, Any], source: str) -> tuple[int, int] | None:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from echokv.bench.offline import drive
 from echokv.bench.throughput import cache_figures, render_throughput, run_throughput
 from echokv.bench.workload import BenchRequest
 from echokv.config import EngineConfig
+from echokv.engine.offline import drive
 from echokv.engine.outputs import FinishReason, RequestOutput
 from echokv.engine.sampling_params import SamplingParams
 from echokv.engine.stats import EngineStats, LayerCacheStats

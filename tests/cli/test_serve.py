@@ -21,7 +21,8 @@ START_S = 120
 
 
 def line(*argv: str) -> list[str]:
-    return shlex.split(curl_line(build_parser().parse_args(["serve", "dir", *argv]), "it's"))
+    args = build_parser().parse_args(["serve", "dir", *argv])
+    return shlex.split(curl_line(args, args.port, "it's"))
 
 
 def test_the_curl_line_is_a_request_to_this_server() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx2
 from openai import AsyncOpenAI
+from tests.e2e.harness import host_pool_gib, python_sources, tokens_of
+from tests.serving import served
 
 from echokv.config import EngineConfig
 from echokv.engine.async_engine import AsyncEngine
 from echokv.engine.engine import Engine
 from echokv.engine.sampling_params import SamplingParams
-from tests.e2e.harness import host_pool_gib, python_sources, tokens_of
-from tests.serving import served
 
 REQUESTS = 100
 MAX_LEN = 256

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.e2e.harness import SelectionLog, host_pool_gib, make_engine, python_sources, tokens_of
 
 from echokv.engine.sampling_params import SamplingParams
-from tests.e2e.harness import SelectionLog, host_pool_gib, make_engine, python_sources, tokens_of
 
 TOPK = 64
 MAX_LEN = 2048

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from tests.e2e.harness import SelectionLog, host_pool_gib, make_engine, python_sources, tokens_of
+from tests.serving import served
 
 from echokv.config import EngineConfig
 from echokv.engine.async_engine import AsyncEngine
 from echokv.engine.sampling_params import SamplingParams
-from tests.e2e.harness import SelectionLog, host_pool_gib, make_engine, python_sources, tokens_of
-from tests.serving import served
 
 OUTPUT_TOKENS = 24
 

@@ -4,10 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from echokv.engine.engine import Engine
-from echokv.engine.outputs import FinishReason, RequestOutput
-from echokv.engine.sampling_params import SamplingParams
 from tests.e2e.harness import (
     SelectionLog,
     host_pool_gib,
@@ -16,6 +12,10 @@ from tests.e2e.harness import (
     python_sources,
     tokens_of,
 )
+
+from echokv.engine.engine import Engine
+from echokv.engine.outputs import FinishReason, RequestOutput
+from echokv.engine.sampling_params import SamplingParams
 
 TOPK = 64
 MAX_LEN = 512

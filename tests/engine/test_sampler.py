@@ -89,8 +89,7 @@ def test_draws_follow_the_softmax(logits: torch.Tensor) -> None:
     counts = allowed_tokens(logits, make_request([1], [], temperature=1.3), draws)
     probs = (logits.double() / 1.3).softmax(-1)
     chi2 = sum(
-        (counts[t] - draws * float(probs[t])) ** 2 / (draws * float(probs[t]))
-        for t in range(VOCAB)
+        (counts[t] - draws * float(probs[t])) ** 2 / (draws * float(probs[t])) for t in range(VOCAB)
     )
     assert chi2 < VOCAB + 6 * math.sqrt(2 * VOCAB)
 
@@ -105,7 +104,7 @@ def test_penalties_match_their_formulas(logits: torch.Tensor) -> None:
         temperature=0,
     )
     expected = logits.double().clone()
-    for token in {3, 4, 5}:
+    for token in (3, 4, 5):
         expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
     for token, count in Counter([5, 5, 4]).items():
         expected[token] -= 0.7 + 0.4 * count
@@ -154,9 +153,18 @@ def test_a_seeded_row_is_the_same_whatever_shares_the_batch() -> None:
     requests = [
         make_request([1], [2] * i, seed=i, temperature=t, top_p=p, top_k=k)
         for i, (t, p, k) in enumerate(
-            [(1, 1, 0), (0, 1, 0), (0.7, 0.9, 0), (2, 1, 40), (1, 0.5, 5), (0, 1, 0)]
-            + [(1, 1, 0), (0.3, 0.95, 100), (1.7, 0.99, 0)]
-        )
+            [
+                (1, 1, 0),
+                (0, 1, 0),
+                (0.7, 0.9, 0),
+                (2, 1, 40),
+                (1, 0.5, 5),
+                (0, 1, 0),
+                (1, 1, 0),
+                (0.3, 0.95, 100),
+                (1.7, 0.99, 0),
+            ]
+        )  # fmt: skip
     ]
     together = [s.token_id for s in sample(rows.clone(), requests, ())]
     alone = [sample_one(rows[i], requests[i]) for i in range(9)]

@@ -115,7 +115,12 @@ def main() -> None:
 def test_every_kernel_compiles_for_hopper_without_spills() -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, __file__],
+        check=False,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)

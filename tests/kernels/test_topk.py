@@ -37,7 +37,7 @@ def bits(pattern: torch.Tensor) -> torch.Tensor:
 
 
 DISTRIBUTIONS: dict[str, Callable[[int], torch.Tensor]] = {
-    "normal": lambda n: torch.randn(n),
+    "normal": torch.randn,
     "all equal": lambda n: torch.full((n,), 1.5),
     "relu zeros, a few positive": lambda n: (torch.randn(n) - 1.5).clamp(min=0),
     "zeros of both signs": lambda n: torch.where(torch.rand(n) < 0.5, -0.0, 0.0),

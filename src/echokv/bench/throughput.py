@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from echokv.bench.offline import OfflineEngine, drive
 from echokv.bench.workload import BenchRequest
+from echokv.engine.offline import OfflineEngine, drive
 from echokv.engine.sampling_params import SamplingParams
 from echokv.engine.stats import EngineStats
 from echokv.errors import ConfigError

@@ -191,7 +191,7 @@ def _all(value: Any, kind: type) -> bool:
 def _generate(engine: "Engine", jobs: list[Any]) -> Iterator[str]:
     from tqdm import tqdm
 
-    from echokv.bench.offline import drive
+    from echokv.engine.offline import drive
 
     results = [_Result() for _ in jobs]
     written = 0

@@ -57,28 +57,28 @@ def run(args: argparse.Namespace) -> int:
     from echokv.engine.async_engine import AsyncEngine
     from echokv.server.lifecycle import serve
 
-    class AnnouncingEngine(AsyncEngine):
-        """Prints the byte budget and a line to try as soon as requests are accepted."""
+    engine = AsyncEngine(flags.engine_config(args))
 
-        async def start(self) -> None:
-            await super().start()
-            Console().print(self.engine.plan.render())
-            print(ready_text(args, self.model_name, self.engine.plan), flush=True)
+    def announce(port: int) -> None:
+        plan = engine.engine.plan
+        Console().print(plan.render())
+        print(ready_text(args, port, engine.model_name, plan), flush=True)
 
     asyncio.run(
         serve(
-            AnnouncingEngine(flags.engine_config(args)),
+            engine,
             host=args.host,
             port=args.port,
             api_key=args.api_key,
             drain_timeout_s=args.drain_timeout,
             max_body_bytes=int(args.max_body_mib * _MIB),
+            on_ready=announce,
         )
     )
     return 0
 
 
-def ready_text(args: argparse.Namespace, model_name: str, plan: "BytePlan") -> str:
+def ready_text(args: argparse.Namespace, port: int, model_name: str, plan: "BytePlan") -> str:
     """What the user reads when the server is ready: how requests are kept, and a line to try."""
     if plan.offload:
         pools = (
@@ -87,13 +87,13 @@ def ready_text(args: argparse.Namespace, model_name: str, plan: "BytePlan") -> s
         )
     else:
         pools = f"{plan.host_slots:,} tokens fit the device; nothing is offloaded"
-    return f"{pools}\nready; try:\n  {curl_line(args, model_name)}"
+    return f"{pools}\nready; try:\n  {curl_line(args, port, model_name)}"
 
 
-def curl_line(args: argparse.Namespace, model_name: str) -> str:
+def curl_line(args: argparse.Namespace, port: int, model_name: str) -> str:
     """A shell command that asks this server for a completion; never shows the API key itself."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host, args.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{args.port}/v1/completions"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/completions"
     body = json.dumps({"model": model_name, "prompt": "Once upon a time", "max_tokens": 32})
     key = ' -H "Authorization: Bearer $API_KEY"' if args.api_key else ""
     return f"curl {url}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -13,6 +13,7 @@ from echokv.cache.protocol import KVCache
 from echokv.config import EngineConfig
 from echokv.engine.blocks import HostBlocks
 from echokv.engine.build import EngineParts, build_engine_parts
+from echokv.engine.offline import drive
 from echokv.engine.output_stream import OutputStream
 from echokv.engine.outputs import RequestOutput
 from echokv.engine.request import Request
@@ -140,22 +141,16 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
     ) -> list[list[RequestOutput]]:
-        """Run prompts to their end, offline.
+        """Run prompts to their end.
 
         Returns:
             For each prompt, its outputs in order; the last one is finished.
         """
-        every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        outputs: dict[str, list[RequestOutput]] = {}
-        pending = list(zip(range(len(prompts)), prompts, every, strict=True))[::-1]
-        while pending or self.has_work:
-            while pending and len(self.scheduler.waiting) < self.scheduler.limits.max_waiting:
-                index, prompt, one = pending.pop()
-                outputs[f"generate-{index}"] = []
-                self.add_request(f"generate-{index}", prompt, one)
-            for output in self.step():
-                outputs[output.request_id].append(output)
-        return [outputs[f"generate-{index}"] for index in range(len(prompts))]
+        every = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        outputs: list[list[RequestOutput]] = [[] for _ in prompts]
+        for index, output in drive(self, list(zip(prompts, every, strict=True))):
+            outputs[index].append(output)
+        return outputs
 
     def stats(self) -> EngineStats:
         """A snapshot between two steps; reads counters back from the device."""

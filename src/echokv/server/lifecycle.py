@@ -6,11 +6,11 @@ Knows uvicorn and signals; the application is `app`'s, what to serve is the call
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
-from echokv.config import EngineConfig
 from echokv.errors import ConfigError, EchoKVError
 from echokv.log import get_logger
 from echokv.server.app import DEFAULT_MAX_BODY_BYTES, create_app
@@ -85,6 +85,7 @@ async def serve(
     api_key: str | None = None,
     drain_timeout_s: float = 60.0,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    on_ready: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Listen, start the engine meanwhile, serve until SIGTERM or SIGINT, then drain and return.
 
@@ -95,6 +96,7 @@ async def serve(
         api_key: what clients must send; None lets everyone in.
         drain_timeout_s: seconds that running requests get after the signal.
         max_body_bytes: larger request bodies are refused.
+        on_ready: called with the port once requests are accepted.
 
     Raises:
         ConfigError: host and port can't be listened on.
@@ -112,9 +114,10 @@ async def serve(
         timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
     )
     server = Server(config, app.state.server, drain_timeout_s=drain_timeout_s)
-    logger.info("listening on http://%s:%d", host, listener.getsockname()[1])
+    port = listener.getsockname()[1]
+    logger.info("listening on http://%s:%d", host, port)
     serving = asyncio.create_task(server.serve([listener]))
-    watching = asyncio.create_task(_start_and_watch(engine))
+    watching = asyncio.create_task(_start_and_watch(engine, lambda: on_ready(port)))
     try:
         await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
@@ -130,33 +133,10 @@ async def serve(
         listener.close()
 
 
-def run_server(
-    engine_config: EngineConfig,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    api_key: str | None = None,
-    drain_timeout_s: float = 60.0,
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-) -> None:
-    """Serve a checkpoint until SIGTERM or SIGINT; arguments and errors as of `serve`."""
-    from echokv.engine.async_engine import AsyncEngine  # the only engine named in `server`
-
-    asyncio.run(
-        serve(
-            AsyncEngine(engine_config),
-            host=host,
-            port=port,
-            api_key=api_key,
-            drain_timeout_s=drain_timeout_s,
-            max_body_bytes=max_body_bytes,
-        )
-    )
-
-
-async def _start_and_watch(engine: ServingEngine) -> None:
+async def _start_and_watch(engine: ServingEngine, on_ready: Callable[[], None]) -> None:
     """Start the engine, then return only by raising: when it has failed."""
     await engine.start()
+    on_ready()
     while engine.phase != "failed":
         await asyncio.sleep(_CHECK_INTERVAL_S)
     raise EchoKVError("the engine failed while serving: the log above has the cause")

@@ -1,6 +1,6 @@
 """What the server needs of an engine; `engine.async_engine.AsyncEngine` is one.
 
-Nothing in `server` but `lifecycle.run_server` names a concrete engine.
+Nothing in `server` names a concrete engine.
 """
 
 from collections.abc import AsyncIterator

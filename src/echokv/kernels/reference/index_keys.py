@@ -49,8 +49,9 @@ def page_values(pages: Tensor, fmt: IndexKeyFormat) -> Tensor:
     """The keys of pages as a view: [n_pages, 64, D] in the format's dtype (e4m3 for fp8)."""
     shape = (BLOCK_TOKENS, fmt.head_dim)
     if fmt.name in _PLAIN:
-        return pages.view(_PLAIN[fmt.name]).unflatten(1, shape)
-    values = pages[:, : BLOCK_TOKENS * fmt.head_dim].unflatten(1, shape)
+        plain: Tensor = pages.view(_PLAIN[fmt.name]).unflatten(1, shape)
+        return plain
+    values: Tensor = pages[:, : BLOCK_TOKENS * fmt.head_dim].unflatten(1, shape)
     return values.view(torch.float8_e4m3fn)
 
 
@@ -80,7 +81,8 @@ def rotate(x: Tensor) -> Tensor:
         left, right = pairs.unbind(-2)
         out = torch.stack([left + right, left - right], dim=-2).flatten(-3)
         step *= 2
-    return (out * size**-0.5).to(x.dtype)
+    rotated: Tensor = (out * size**-0.5).to(x.dtype)
+    return rotated
 
 
 def quantise_ue8m0(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,16 +29,14 @@ def sparse_mla(
     check_mla_args(query, rows, device_slots, fmt)
     num_tokens, heads, _ = query.shape
     out = query.new_zeros(num_tokens, heads, fmt.latent_dim)
-    counts = (device_slots >= 0).sum(dim=1).tolist()
-    for token, count in enumerate(counts):
+    slots, query32 = device_slots.long(), query.float()
+    for token, count in enumerate((slots >= 0).sum(dim=1).tolist()):
         if count == 0:
             continue
-        picked = rows[device_slots[token, :count].long()]  # [n, row_bytes]
-        keys = decode_rows(picked, fmt, torch.float32)  # [n, latent + rope]
+        keys = decode_rows(rows[slots[token, :count]], fmt, torch.float32)  # [n, latent + rope]
         # A copy: the alignment of a slice could decide which code path the product takes.
-        logits = torch.mm(query[token].float().clone(), keys.T) * scale  # [H, n]
-        probs = torch.softmax(logits, dim=1)
-        out[token] = torch.mm(probs, keys[:, : fmt.latent_dim]).to(query.dtype)
+        logits = torch.mm(query32[token].clone(), keys.T) * scale  # [H, n]
+        out[token] = torch.mm(torch.softmax(logits, dim=1), keys[:, : fmt.latent_dim])
     return out
 
 

@@ -91,8 +91,7 @@ def _in_dtype(q, dtype: tl.constexpr):
     """A query in the keys' dtype; e4m3 it is already."""
     if dtype == tl.float8e4nv:
         return q
-    else:
-        return round_to(q.to(tl.float32), dtype)
+    return round_to(q.to(tl.float32), dtype)
 
 
 @triton.jit

@@ -18,8 +18,7 @@ def to_bfloat16(x):
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(tl.bfloat16)
+    return x.to(tl.bfloat16)
 
 
 @triton.jit
@@ -34,8 +33,7 @@ def to_float8e4m3(x):
         subnormal = shifted.to(tl.uint32, bitcast=True) & 0xF
         code = tl.where(magnitude < 0x3C800000, subnormal, normal)  # 0x3C800000 is 2 ** -6
         return (code | ((bits >> 31) << 7)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    else:
-        return x.to(tl.float8e4nv)
+    return x.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -43,8 +41,7 @@ def round_to(x, dtype: tl.constexpr):
     """fp32 -> dtype, which is fp32 or bf16."""
     if dtype == tl.bfloat16:
         return to_bfloat16(x)
-    else:
-        return x.to(dtype)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -52,8 +49,7 @@ def dot(a, b):
     """a @ b with fp32 sums: a, b both e4m3, both bf16 or both fp32 (never rounded to tf32)."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    elif a.dtype == tl.float8e4nv:
+    if a.dtype == tl.float8e4nv:
         # Hopper adds fp8 products with few bits: move each instruction's sum to fp32.
         return tl.dot(a, b, max_num_imprecise_acc=32)
-    else:
-        return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")

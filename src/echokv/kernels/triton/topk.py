@@ -60,8 +60,10 @@ def _load_keys(scores, row, width, position, valid):
 
 @triton.jit
 def _known(histograms, state, rows, row, k, DIGIT: tl.constexpr):
-    """What is known before digit DIGIT: the k-th key's upper digits, and how many of the keys
-    that share them are among the k best. Follows from the state and histogram before."""
+    """What is known before digit DIGIT, from the state and histogram before.
+
+    The k-th key's upper digits, and how many of the keys that share them are among the k best.
+    """
     if DIGIT == 0:
         prefix = tl.full((), 0, tl.uint32)
         wanted = tl.full((), 0, tl.int32) + k

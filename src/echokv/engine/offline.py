@@ -10,7 +10,7 @@ from echokv.engine.stats import EngineStats
 
 
 class OfflineEngine(Protocol):
-    """What this package needs of `engine.engine.Engine`."""
+    """What `drive` and the offline benchmark need of `engine.engine.Engine`."""
 
     config: EngineConfig
 
