@@ -164,7 +164,7 @@ def test_a_seeded_row_is_the_same_whatever_shares_the_batch() -> None:
                 (0.3, 0.95, 100),
                 (1.7, 0.99, 0),
             ]
-        )  # fmt: skip
+        )
     ]
     together = [s.token_id for s in sample(rows.clone(), requests, ())]
     alone = [sample_one(rows[i], requests[i]) for i in range(9)]
