@@ -14,11 +14,12 @@ HOST_POOL_GIB ?= 0.25
 SERVE_FLAGS ?= --max-model-len 32768 --max-num-seqs 8 --max-num-batched-tokens 256
 WORKERS ?= 2
 PYTEST_FLAGS ?=
+DOCUMENT_TOKENS ?= 20000
 # torch of the lock files; its CUDA wheel pins triton, which a CPU build doesn't bring.
 TORCH := 2.13.0
 TRITON := 3.7.1
 
-.PHONY: serve test test-slow pytest lint format bench lock clean
+.PHONY: serve test test-document pytest lint format bench lock clean
 
 serve: $(VENV)/.package $(MODEL)/config.json
 	$(BIN)/echokv serve $(MODEL) --host $(HOST) --port $(PORT) \
@@ -28,11 +29,12 @@ test: lint pytest
 
 # One thread a worker: with two they would fight over two cores.
 pytest: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" \
-	    $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
-test-slow: $(VENV)/.dev
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
+# The long-document test at full length; `make test` runs it with 6,000 tokens.
+test-document: $(VENV)/.dev
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests/e2e/test_document.py \
+	    --document-tokens $(DOCUMENT_TOKENS) $(PYTEST_FLAGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -59,13 +59,13 @@ def compile_one(
     from triton.compiler import ASTSource
 
     types = {name: kind if is_type(kind) else "constexpr" for name, kind in signature.items()}
-    constants = {name: kind for name, kind in signature.items() if not is_type(kind)}
-    pointers = [i for i, kind in enumerate(types.values()) if kind.startswith("*")]
+    # As in a real launch: allocations are aligned, and so are the sizes marked ":16".
+    aligned = [i for i, kind in enumerate(types.values()) if kind[0] == "*" or kind[-3:] == ":16"]
     source = ASTSource(
         fn=kernel,
-        signature=types,
-        constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+        signature={name: kind.removesuffix(":16") for name, kind in types.items()},
+        constexprs={name: kind for name, kind in signature.items() if not is_type(kind)},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     target = GPUTarget("cuda", ARCHITECTURE, 32)
     compiled = triton.compile(source, target=target, options=options)
@@ -80,8 +80,8 @@ def compile_one(
 
 
 def is_type(kind: Any) -> bool:
-    """Whether a table's entry is an argument type; anything else is a constexpr's value."""
-    return isinstance(kind, str) and re.fullmatch(r"\*?(i|u|fp|bf)\d\w*", kind) is not None
+    """Whether a table's entry is an argument type ("i32:16": a multiple of 16), not a constexpr."""
+    return isinstance(kind, str) and re.fullmatch(r"\*?(i|u|fp|bf)\d\w*(:16)?", kind) is not None
 
 
 def ptxas_usage(ptx: str) -> dict[str, int]:

@@ -186,18 +186,18 @@ _QUANTISE = {"SIZE": 128, "LOG_SIZE": 7, "FP8_LIMIT": FP8_MAX, "SMALLEST": SMALL
 COMPILE_SIGNATURES = (
     (
         _write_plain,
-        {"keys": "*bf16", "host_slots": "*i32", "pages": "*bf16", "size": "i32", "BLOCK": 128},
+        {"keys": "*bf16", "host_slots": "*i32", "pages": "*bf16", "size": "i32:16", "BLOCK": 128},
         {"num_warps": 1},
     ),
     (
         _write_fp8,
         {"keys": "*bf16", "host_slots": "*i32", "values": "*fp8e4nv", "scales": "*fp32",
-         "page_bytes": "i32", "PAGE": BLOCK_TOKENS, **_QUANTISE},
+         "page_bytes": "i32:16", "PAGE": BLOCK_TOKENS, **_QUANTISE},
         {"num_warps": 1},
     ),
     (
         _quantise_query,
         {"query": "*bf16", "weights": "*fp32", "values": "*fp8e4nv", "folded": "*fp32",
-         "heads": "i32", "BLOCK_HEADS": 16, **_QUANTISE},
+         "heads": "i32:16", "BLOCK_HEADS": 16, **_QUANTISE},
     ),
 )  # fmt: skip

@@ -163,13 +163,13 @@ def _decode_fp8(
         tl.store(target + latent_dim + rope_column, round_to(rotary, DTYPE), mask=in_rope)
 
 
-_FP8_ROW = {"row_bytes": "i32", "latent_dim": "i32", "rope_dim": "i32", "GROUP": 128,
+_FP8_ROW = {"row_bytes": "i32:16", "latent_dim": "i32:16", "rope_dim": "i32:16", "GROUP": 128,
             "ROPE_BLOCK": 64}  # fmt: skip
 COMPILE_SIGNATURES = (
     (
         _encode_plain,
-        {"latent": "*bf16", "rope": "*bf16", "out": "*bf16", "latent_dim": "i32",
-         "rope_dim": "i32", "COLUMNS": _COLUMNS},
+        {"latent": "*bf16", "rope": "*bf16", "out": "*bf16", "latent_dim": "i32:16",
+         "rope_dim": "i32:16", "COLUMNS": _COLUMNS},
         {"num_warps": 1},
     ),
     (

@@ -192,7 +192,7 @@ def _write_chosen(
 
 
 _INPUTS = {"scores": "*fp32", "context_lens": "*i32"}
-_SIZES = {"rows": "i32", "width": "i32", "k": "i32"}
+_SIZES = {"rows": "i32", "width": "i32:16", "k": "i32:16"}
 _WARPS = {"num_warps": 8}
 COMPILE_SIGNATURES = (
     *(
