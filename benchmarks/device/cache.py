@@ -1,7 +1,7 @@
 """The cache ops on one GPU: first that they are right at real sizes, then how long they take.
 
-    python benchmarks/device/cache.py --out cache.json          # on a GPU
-    TRITON_INTERPRET=1 python benchmarks/device/cache.py --small --out small.json   # anywhere
+    python benchmarks/device/cache.py --output cache.json          # on a GPU
+    TRITON_INTERPRET=1 python benchmarks/device/cache.py --small --output small.json   # anywhere
 
 Correctness comes first and gates the rest: Triton against the reference ops entry by entry over a
 sequence of steps, rows byte by byte, offsets past 2^32. Times are medians of CUDA graph replays
@@ -11,9 +11,7 @@ mean nothing.
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
 from echokv.kernels.registry import load_kernels
 from echokv.log import progress
@@ -138,13 +137,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--commit", help="of the code that runs; default: the git checkout's")
     parser.add_argument("--small", action="store_true", help="toy sizes, for a CPU")
     parser.add_argument("--pin-gib", type=float, default=32.0, help="GiB to pin both ways; 0: skip")
     options = parser.parse_args()
     device = torch.device("cpu" if options.small else "cuda")
     bench = Bench(SMALL if options.small else REAL, device)
-    report: dict[str, Any] = {"machine": machine(device), "sizes": asdict(bench.sizes)}
+    report: dict[str, Any] = environment(options.commit) | {"sizes": asdict(bench.sizes)}
     report["correct"] = correctness(bench)
     if all(check["ok"] for check in report["correct"]):
         report["make_resident_us"] = make_resident_times(bench)
@@ -152,8 +152,8 @@ def main() -> int:
         report["recall"] = recall_times(bench)
         if options.pin_gib and device.type == "cuda":
             report["pinning"] = pinning_times(options.pin_gib)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"wrote {options.out}")
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {options.output}")
     failed = [check for check in report["correct"] if not check["ok"]]
     print(
         f"{len(failed)} of {len(report['correct'])} checks failed: {failed}"
@@ -442,23 +442,6 @@ def spread(times: list[float]) -> dict[str, float]:
         "median": statistics.median(ordered),
         "p10": ordered[tenth],
         "p90": ordered[-1 - tenth],
-    }
-
-
-def machine(device: torch.device) -> dict[str, str]:
-    """What the figures belong to."""
-    import triton
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        "commit": commit or "not in a git checkout",
     }
 
 

@@ -1,6 +1,6 @@
 """Check the Triton kernels at real sizes on a GPU, then time them in CUDA graphs; writes JSON.
 
-    python benchmarks/device/kernels.py --output kernels.json --commit $(git rev-parse HEAD)
+    python benchmarks/device/kernels.py --output kernels.json
 
 Nothing is timed unless every check passed. Sizes are DeepSeek-V3.2's: 64 index heads x 128, 128
 heads over 512 + 64 latent rows, k = 2048. `--small` runs the same code with small sizes, on the CPU
@@ -9,7 +9,6 @@ too (with TRITON_INTERPRET=1): that proves the script, its timings mean nothing.
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from echokv.bench.report import environment
 from echokv.kernels.reference import index_keys as reference_keys
 from echokv.kernels.reference import rows as reference_rows
 from echokv.kernels.registry import Kernels, load_kernels
@@ -416,7 +415,7 @@ def main() -> None:
     """Parse flags, check, time, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--commit", required=True, help="commit of the code that runs")
+    parser.add_argument("--commit", help="of the code that runs; default: the git checkout's")
     parser.add_argument("--small", action="store_true", help="small sizes; also without a GPU")
     args = parser.parse_args()
     has_cuda = torch.cuda.is_available()
@@ -432,14 +431,8 @@ def main() -> None:
         stage(bench)
         print(f"{name}: {len(bench.checks)} checks so far, {time.perf_counter() - start:.1f} s")
     measure(bench)
-    report = {
-        "gpu": torch.cuda.get_device_name(device) if has_cuda else None,
+    report = environment(args.commit) | {
         "small": args.small,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "commit": args.commit,
         "checks": bench.checks,
         "timings": bench.timings,
     }

@@ -1,8 +1,6 @@
 """The server over the real engine with a small random model: same tokens, and nothing kills it."""
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,13 @@ from hypothesis import given, settings
 from openai import OpenAI
 from tests.server.conftest import wait_for
 from tests.server.test_fuzz import JSON, bodies, check_answer, path_of
-from tests.server.test_lifecycle import free_port
+from tests.serving import served
 
 from echokv.config import EngineConfig
 from echokv.engine.async_engine import AsyncEngine
 from echokv.engine.engine import Engine
 from echokv.engine.sampling_params import SamplingParams
 from echokv.models.random_checkpoint import write_random_checkpoint
-from echokv.server.lifecycle import serve
 
 
 @pytest.fixture(scope="module")
@@ -40,26 +37,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def url(config: EngineConfig) -> Iterator[str]:
-    engine, port = AsyncEngine(config), free_port()
-    ready: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
-
-    async def main() -> None:
-        task = asyncio.create_task(serve(engine, host="127.0.0.1", port=port))
-        ready.append((asyncio.get_running_loop(), task))
-        await asyncio.gather(task, return_exceptions=True)
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    try:
-        wait_for(lambda: engine.is_ready or not thread.is_alive(), 60)
-        assert engine.is_ready
-        yield f"http://127.0.0.1:{port}"
-        assert engine.is_ready, "some test killed the engine"
-    finally:
-        loop, task = ready[0]
-        if thread.is_alive():
-            loop.call_soon_threadsafe(task.cancel)
-        thread.join()
+    with served(AsyncEngine(config)) as address:
+        yield address
 
 
 @pytest.fixture

@@ -14,16 +14,19 @@ from echokv.errors import ConfigError
 _PACKAGES = ("echokv", "torch", "triton", "transformers", "numpy")
 
 
-def environment() -> dict[str, Any]:
+def environment(code_commit: str | None = None) -> dict[str, Any]:
     """Date, machine, package versions and commit, ready for JSON.
 
     A package that isn't installed has the version None.
+
+    Args:
+        code_commit: commit of the code, where it runs from a copy without its git history.
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
-        "commit": commit(),
+        "commit": code_commit or commit(),
     }
 
 
@@ -98,8 +101,17 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
     Raises:
         ConfigError: the file can't be written.
     """
+    write_text(path, json.dumps(environment() | result, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, making the folder.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(environment() | result, indent=2) + "\n")
+        path.write_text(text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
