@@ -262,6 +262,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048  # tokens a step; the prefill chunk
     max_waiting_requests: int = 1024  # queue length beyond which requests are refused
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False  # True: no CUDA graphs
     check_cache: bool = False  # verify the cache invariants between steps
     seed: int = 0
 

@@ -61,6 +61,7 @@ ENGINE_CASES: list[tuple[list[str], dict[str, Any]]] = [
     (["--max-waiting-requests", "7"], {"max_waiting_requests": 7}),
     (["--no-prefix-caching"], {"enable_prefix_caching": False}),
     (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
+    (["--enforce-eager"], {"enforce_eager": True}),
     (["--check-cache"], {"check_cache": True}),
     (["--seed", "11"], {"seed": 11}),
 ]

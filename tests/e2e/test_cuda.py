@@ -53,3 +53,65 @@ def test_offloaded_equals_resident(demo_model: Path, kv_cache_dtype: str) -> Non
         )
         assert again == tokens
         assert other.selections == log.selections
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_ds_mla"])
+def test_captured_decode_is_lossless_through_sharing_aborts_and_reuse(
+    demo_model: Path, kv_cache_dtype: str
+) -> None:
+    def run_graphs(**overrides: Any) -> list[list[int]]:
+        engine, _ = make_engine(
+            demo_model,
+            observe=False,
+            kv_cache_dtype=kv_cache_dtype,
+            check_cache=True,
+            **COMMON,
+            **overrides,
+        )
+        tokens = engine.tokenizer.encode(python_sources(20_000))
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        first = [tokens[:1], tokens[:63], tokens[:700], tokens[:1500], tokens[5000:6000]]
+        results = [tokens_of(one) for one in engine.generate(first, params)]
+        engine.add_request("leaver", tokens[2000:3800], params)
+        while len(engine.scheduler.running[0].token_ids if engine.scheduler.running else ()) < 1810:
+            engine.step()
+        engine.abort("leaver")
+        second = [tokens[7000:7300], tokens[:1400], tokens[9000:9064], tokens[:2]]
+        results += [tokens_of(one) for one in engine.generate(second, params)]
+        if engine.config.offload:
+            assert all(layer.evicted_rows > 0 for layer in engine.stats().layers)
+            assert engine.stats().device_pool_live_slots == 0
+        engine.close()
+        return results
+
+    expected = run_graphs(offload=False, device_pool_tokens=128 * 64)
+    for pool in (9 * TOPK, 1000):
+        offloaded = run_graphs(
+            host_pool_gib=host_pool_gib(demo_model, 128, kv_cache_dtype), device_pool_tokens=pool
+        )
+        assert offloaded == expected
+
+
+@pytest.mark.gpu
+def test_captured_decode_gives_the_tokens_of_eager_decode(demo_model: Path) -> None:
+    """Batch sizes that are graph sizes: then both have the same shapes."""
+
+    def run_one(*, enforce_eager: bool) -> list[list[int]]:
+        engine, _ = make_engine(
+            demo_model,
+            observe=False,
+            enforce_eager=enforce_eager,
+            host_pool_gib=host_pool_gib(demo_model, 128, "bfloat16"),
+            device_pool_tokens=1000,
+            kv_cache_dtype="bfloat16",
+            **COMMON,
+        )
+        tokens = engine.tokenizer.encode(python_sources(20_000))
+        prompts = [tokens[start : start + 400] for start in (0, 3000, 6000, 9000)]
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        results = [tokens_of(one) for one in engine.generate(prompts, params)]
+        engine.close()
+        return results
+
+    assert run_one(enforce_eager=False) == run_one(enforce_eager=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from echokv.attention.sparse_mla import SparseAttention
 from echokv.cache.batch import ForwardBatch
-from echokv.indexer.indexer import Indexer, Selection
+from echokv.indexer.indexer import Selection, TokenSelector
 
 SelectionObserver = Callable[[int, ForwardBatch, Selection], None]
 """Called with (layer, batch, selection) after each layer that runs its indexer."""
@@ -15,6 +15,6 @@ SelectionObserver = Callable[[int, ForwardBatch, Selection], None]
 class ForwardContext:
     """The indexer and the attention of one engine; `observer` sees selections (tests, traces)."""
 
-    indexer: Indexer
+    indexer: TokenSelector
     attention: SparseAttention
     observer: SelectionObserver | None = None

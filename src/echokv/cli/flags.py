@@ -109,6 +109,12 @@ ENGINE_FLAGS = (
         help="compute every prompt in full, sharing no rows between requests",
     ),
     Flag(
+        names=("--enforce-eager",),
+        field="enforce_eager",
+        parse=None,
+        help="run decode without CUDA graphs (slower; for debugging)",
+    ),
+    Flag(
         names=("--check-cache",),
         field="check_cache",
         parse=None,

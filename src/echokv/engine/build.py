@@ -13,14 +13,16 @@ import torch
 from echokv.attention.context import ForwardContext, SelectionObserver
 from echokv.attention.sparse_mla import SparseAttention
 from echokv.cache.manager import CacheManager
+from echokv.cache.policy import EvictionPolicy
 from echokv.cache.protocol import KVCache
 from echokv.cache.resident import ResidentCache
 from echokv.config import EngineConfig, ModelConfig
+from echokv.engine.graph import DecodeGraphs
 from echokv.engine.resolve import resolve
 from echokv.engine.runner import ModelRunner
 from echokv.engine.scheduler import SchedulerLimits
 from echokv.engine.tokenizer import Tokenizer
-from echokv.indexer.indexer import Indexer
+from echokv.indexer.indexer import Indexer, TokenSelector
 from echokv.kernels.registry import Kernels, load_kernels
 from echokv.log import get_logger
 from echokv.memory.byte_plan import BytePlan
@@ -28,9 +30,20 @@ from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.host_memory import HostMemory
 from echokv.memory.plan import make_plan
 from echokv.memory.pools import DevicePool, HostPool, IndexKeyPool
+from echokv.models.deepseek_v32 import DeepseekV32
 from echokv.models.registry import load_model, weight_bytes
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineHooks:
+    """What tests and benchmarks put in the place of a part; the product sets none of them."""
+
+    observer: SelectionObserver | None = None  # sees every selection of every layer
+    on_release: Callable[[list[int]], None] | None = None  # host blocks that layers must forget
+    selector: Callable[[DeepseekV32, Indexer], TokenSelector] | None = None  # wraps the indexer
+    policy: Callable[[Kernels], EvictionPolicy] | None = None  # None: the product's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +92,14 @@ def plan_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, BytePl
 def build_engine_parts(
     config: EngineConfig,
     on_phase: Callable[[str], None],
-    observer: SelectionObserver | None = None,
+    hooks: EngineHooks,
 ) -> EngineParts:
     """Load the model and allocate every pool.
 
     Args:
         config: what the user chose.
         on_phase: called with a few words before each part that takes time.
-        observer: sees every selection; for tests and traces.
+        hooks: stand-ins of tests and benchmarks.
 
     Raises:
         ConfigError, CheckpointError, CapacityError, KernelUnavailable: with what to change.
@@ -103,7 +116,7 @@ def build_engine_parts(
     )
     on_phase("allocating the pools")
     row_format = _row_format(config, model_config)
-    host_pool, cache = _cache(config, model_config, plan, row_format, kernels, device)
+    host_pool, cache = _cache(config, model_config, plan, row_format, kernels, device, hooks)
     key_format = _index_key_format(config, model_config)
     index_pool = IndexKeyPool(
         len(model_config.index_layers), plan.num_host_blocks, key_format.page_bytes, device
@@ -113,11 +126,13 @@ def build_engine_parts(
         allocated["host pool"] = host_pool.rows.nbytes
     plan.verify(allocated)
     topk = model_config.index_topk
+    indexer = Indexer(kernels, index_pool.pages, key_format, topk)
     context = ForwardContext(
-        Indexer(kernels, index_pool.pages, key_format, topk),
+        hooks.selector(model, indexer) if hooks.selector else indexer,
         SparseAttention(kernels, cache, row_format, model_config.softmax_scale, topk),
-        observer,
+        hooks.observer,
     )
+    graphs = _graphs(config, plan, model, context, on_phase)
     logger.info(
         "%s on %s: %s, kv cache %s, index keys %s, %s kernels, %s",
         *(model_name, config.device, config.dtype, row_format.name, key_format.name),
@@ -137,7 +152,9 @@ def build_engine_parts(
         tokenizer=tokenizer,
         eos_token_ids=tuple({*model_config.eos_token_ids, *tokenizer.eos_token_ids}),
         cache=cache,
-        runner=ModelRunner(model, context, token_tile=kernels.token_tile, device=device),
+        runner=ModelRunner(
+            model, context, token_tile=kernels.token_tile, device=device, graphs=graphs
+        ),
         host_pool=host_pool,
     )
 
@@ -149,6 +166,7 @@ def _cache(
     row_format: RowFormat,
     kernels: Kernels,
     device: torch.device,
+    hooks: EngineHooks,
 ) -> tuple[HostPool | None, KVCache]:
     layers, row_bytes = model.num_hidden_layers, row_format.row_bytes
     device_pool = DevicePool(layers, plan.device_slots, row_bytes, device)
@@ -156,7 +174,36 @@ def _cache(
     if not config.offload:
         return None, ResidentCache(kernels, device_pool)
     host_pool = HostPool(layers, plan.host_slots, row_bytes, device)
-    return host_pool, CacheManager(kernels, host_pool, device_pool)
+    policy = hooks.policy(kernels) if hooks.policy else None
+    return host_pool, CacheManager(kernels, host_pool, device_pool, policy)
+
+
+def _graphs(
+    config: EngineConfig,
+    plan: BytePlan,
+    model: DeepseekV32,
+    context: ForwardContext,
+    on_phase: Callable[[str], None],
+) -> DecodeGraphs | None:
+    """Captured decode steps, or None with the reason in the log."""
+    reasons = {
+        "no GPU": config.device != "cuda",
+        "--enforce-eager": config.enforce_eager,
+        "experts in float32 are looped over by the CPU": config.dtype == "float32",
+        "selections are being observed": context.observer is not None,
+    }
+    reason = next((words for words, holds in reasons.items() if holds), None)
+    if reason is not None:
+        logger.info("decode runs without CUDA graphs: %s", reason)
+        return None
+    on_phase("capturing graphs")
+    return DecodeGraphs(
+        model,
+        context,
+        max_requests=plan.max_running,
+        max_model_len=plan.max_model_len,
+        device=torch.device(config.device),
+    )
 
 
 def _row_format(config: EngineConfig, model: ModelConfig) -> RowFormat:

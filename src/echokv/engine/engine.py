@@ -3,6 +3,7 @@
 Ties scheduler, runner, sampler and cache together; knows nothing of threads, HTTP or asyncio.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,7 @@ from echokv.attention.context import SelectionObserver
 from echokv.cache.protocol import KVCache
 from echokv.config import EngineConfig
 from echokv.engine.blocks import HostBlocks
-from echokv.engine.build import EngineParts, build_engine_parts
+from echokv.engine.build import EngineHooks, EngineParts, build_engine_parts
 from echokv.engine.offline import drive
 from echokv.engine.output_stream import OutputStream
 from echokv.engine.outputs import RequestOutput
@@ -24,6 +25,8 @@ from echokv.engine.stats import EngineStats, LayerCacheStats
 from echokv.errors import RequestError
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
 
+_NO_HOOKS = EngineHooks()
+
 
 class Engine:
     """Continuous batching over one model with its KV cache in host memory.
@@ -31,7 +34,8 @@ class Engine:
     Args:
         config: what the user chose; `auto` values are resolved here.
         on_phase: called with a few words as start-up proceeds ("loading weights", ...).
-        observer: sees every selection of every layer; for tests and traces.
+        observer: sees every selection of every layer; short for that field of `hooks`.
+        hooks: stand-ins of tests and benchmarks.
 
     Raises:
         ConfigError, CheckpointError, CapacityError, KernelUnavailable: it can't be started as
@@ -44,8 +48,12 @@ class Engine:
         *,
         on_phase: Callable[[str], None] = lambda _: None,
         observer: SelectionObserver | None = None,
+        hooks: EngineHooks = _NO_HOOKS,
     ) -> None:
-        parts = build_engine_parts(config, on_phase, observer)
+        if observer is not None:
+            hooks = dataclasses.replace(hooks, observer=observer)
+        parts = build_engine_parts(config, on_phase, hooks)
+        self._on_release = hooks.on_release
         self._parts: EngineParts = parts
         self.config = parts.config
         self.plan = parts.plan
@@ -204,6 +212,8 @@ class Engine:
     def _release_stale(self) -> None:
         stale = self.blocks.take_stale()
         if stale:
+            if self._on_release is not None:
+                self._on_release(stale)
             self.cache.release(_slots_of(stale))
 
     def _mask(self, blocks: list[int]) -> torch.Tensor:

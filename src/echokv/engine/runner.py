@@ -2,7 +2,7 @@
 
 A step is one or more passes. On the reference backend every pass has exactly `token_tile` rows
 (the last ones padding), so that a token's result is the same bits whatever shares its step; on
-GPU backends a step is one pass.
+GPU backends a step is one pass, or the replay of a captured decode step.
 """
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from echokv.attention.context import ForwardContext
 from echokv.cache.batch import ForwardBatch
-from echokv.engine.request import Request
+from echokv.engine.graph import DecodeGraphs
+from echokv.engine.inputs import PassInputs
 from echokv.engine.scheduler import ScheduledRequest
-from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT, HostSlots
+from echokv.memory.slots import HostSlots
 from echokv.models.deepseek_v32 import DeepseekV32
 
 
@@ -24,6 +25,7 @@ class ModelRunner:
         context: the indexer and attention that the model calls, with their pools.
         token_tile: rows of every pass, or None for passes of any size.
         device: where the model runs.
+        graphs: captured decode steps; None runs every step eagerly.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class ModelRunner:
         *,
         token_tile: int | None,
         device: torch.device,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._context = context
         self._token_tile = token_tile
         self._device = device
+        self._graphs = graphs
 
     @torch.inference_mode()
     def execute(self, scheduled: list[ScheduledRequest]) -> Tensor:
@@ -47,6 +51,8 @@ class ModelRunner:
             [S, vocab] float32 logits of the last token of each request whose `samples` is true,
             in the order of `scheduled`.
         """
+        if self._graphs is not None and self._graphs.covers(scheduled):
+            return self._graphs.run(scheduled)
         rows = self._token_tile or sum(item.count for item in scheduled)
         passes = split_into_passes(scheduled, rows)
         hidden = [
@@ -56,32 +62,18 @@ class ModelRunner:
         return self._logits(torch.cat(hidden))
 
     def _build(self, items: list[ScheduledRequest]) -> ForwardBatch:
-        real = sum(item.count for item in items)
-        rows = self._token_tile or real
-        tokens, positions, slots, owners = [0] * rows, [0] * rows, [NO_SLOT] * rows, [0] * rows
-        sampled = []
-        row = 0
-        for owner, item in enumerate(items):
-            request = item.request
-            for position in range(item.start, item.start + item.count):
-                tokens[row] = request.token_ids[position]
-                positions[row] = position
-                slots[row] = _host_slot(request, position)
-                owners[row] = owner
-                row += 1
-            if item.samples:
-                sampled.append(row - 1)
-        lens = [position + 1 for position in positions[:real]] + [0] * (rows - real)
+        rows = self._token_tile or sum(item.count for item in items)
+        inputs = PassInputs.gather(items, rows)
         return ForwardBatch(
-            token_ids=self._tensor(tokens, torch.int64),
-            positions=self._tensor(positions, torch.int32),
-            context_lens=self._tensor(lens, torch.int32),
-            host_slots=HostSlots(self._tensor(slots, torch.int32)),
-            request_rows=self._tensor(owners, torch.int32),
-            block_tables=self._tensor(_block_tables(items), torch.int32),
-            sampled_rows=self._tensor(sampled, torch.int64),
-            max_context_len=max(lens),
-            num_real_tokens=real,
+            token_ids=self._tensor(inputs.token_ids, torch.int64),
+            positions=self._tensor(inputs.positions, torch.int32),
+            context_lens=self._tensor(inputs.context_lens, torch.int32),
+            host_slots=HostSlots(self._tensor(inputs.host_slots, torch.int32)),
+            request_rows=self._tensor(inputs.request_rows, torch.int32),
+            block_tables=self._tensor(inputs.padded_tables(), torch.int32),
+            sampled_rows=self._tensor(inputs.sampled_rows, torch.int64),
+            max_context_len=max(inputs.context_lens),
+            num_real_tokens=inputs.num_real_tokens,
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -120,14 +112,3 @@ def split_into_passes(
             start += count
             room -= count
     return passes
-
-
-def _host_slot(request: Request, position: int) -> int:
-    return request.block_ids[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
-
-
-def _block_tables(items: list[ScheduledRequest]) -> list[list[int]]:
-    width = max(len(item.request.block_ids) for item in items)
-    return [
-        item.request.block_ids + [NO_SLOT] * (width - len(item.request.block_ids)) for item in items
-    ]

@@ -6,6 +6,7 @@ matter.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +46,22 @@ def score_workspace_bytes(num_tokens: int, max_context_len: int) -> int:
     return 4 * rows * score_width(max_context_len)
 
 
+class TokenSelector(Protocol):
+    """What a model asks of its indexer; `Indexer` is the product's one implementation."""
+
+    topk: int  # entries of a selection
+
+    def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
+        """See `Indexer`."""
+        ...
+
+    def select(
+        self, index_layer: int, query: Tensor, weights: Tensor, batch: ForwardBatch
+    ) -> Selection:
+        """See `Indexer`."""
+        ...
+
+
 class Indexer:
     """Index keys of every layer that has an indexer, and exact top-k over them.
 
@@ -60,6 +77,10 @@ class Indexer:
         self._pages = pages
         self._fmt = fmt
         self.topk = topk
+
+    def with_topk(self, topk: int) -> "Indexer":
+        """An indexer over the same keys that selects another number of tokens."""
+        return Indexer(self._kernels, self._pages, self._fmt, topk)
 
     def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         """Store the keys of this pass's tokens; padding is skipped.
