@@ -1,4 +1,7 @@
-"""`echokv bench throughput` and `echokv bench serve`: flags in, a printed block and JSON out."""
+"""`echokv bench throughput` and `echokv bench serve`: flags in, a printed block and JSON out.
+
+`trace` and `quality` have modules of their own.
+"""
 
 import argparse
 import asyncio
@@ -9,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from echokv.bench.workload import BenchRequest, random_workload
-from echokv.cli import flags, workload_flags
+from echokv.cli import bench_quality, bench_trace, flags, workload_flags
 from echokv.errors import ConfigError, EchoKVError
 
 _REQUEST_TIMEOUT_S = 3600.0
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `bench` command with its two benchmarks."""
+    """Add the `bench` command with its benchmarks."""
     parser = commands.add_parser("bench", help="measure an engine or a server", allow_abbrev=False)
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     _add_throughput(benchmarks)
     _add_serve(benchmarks)
+    bench_trace.add_parser(benchmarks)
+    bench_quality.add_parser(benchmarks)
 
 
 def _add_throughput(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
