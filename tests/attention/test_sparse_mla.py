@@ -41,9 +41,16 @@ class Recorder:
         self.calls.append(("append", keep))
         self.cache.append(layer, host_slots, rows, keep=keep)
 
-    def make_resident(self, layer: int, host_slots: HostSlots, scores: Tensor) -> DeviceSlots:
+    def make_resident(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> DeviceSlots:
         self.calls.append(("resident", host_slots.shape[0]))
-        return self.cache.make_resident(layer, host_slots, scores)
+        return self.cache.make_resident(layer, host_slots, scores, max_distinct=max_distinct)
 
     def rows(self, layer: int) -> Tensor:
         return self.cache.rows(layer)
@@ -59,7 +66,7 @@ def make_cache(pool: int | None) -> Recorder:
     return Recorder(CacheManager(KERNELS, host_pool, device_pool))
 
 
-def batch_of(host_slots: Tensor, padding: int = 0) -> ForwardBatch:
+def batch_of(host_slots: Tensor, padding: int = 0, context_rows: int = HOST_SLOTS) -> ForwardBatch:
     real = host_slots.shape[0]
     zeros = torch.zeros(real + padding, dtype=torch.int32)
     return ForwardBatch(
@@ -71,6 +78,7 @@ def batch_of(host_slots: Tensor, padding: int = 0) -> ForwardBatch:
         block_tables=zeros[:1, None],
         sampled_rows=zeros[:0].long(),
         max_context_len=HOST_SLOTS,
+        num_context_rows=context_rows,
         num_real_tokens=real,
     )
 
@@ -78,7 +86,9 @@ def batch_of(host_slots: Tensor, padding: int = 0) -> ForwardBatch:
 class World:
     """A context of rows in the cache, and selections over it."""
 
-    def __init__(self, pool: int | None, tokens: int, padding: int = 0) -> None:
+    def __init__(
+        self, pool: int | None, tokens: int, padding: int = 0, context_rows: int = HOST_SLOTS
+    ) -> None:
         self.generator = torch.Generator().manual_seed(9)
         self.cache = make_cache(pool)
         self.attention = SparseAttention(KERNELS, self.cache, FMT, SCALE, TOPK)
@@ -88,7 +98,7 @@ class World:
             self.store(slots[at : at + 10], self.rows[at : at + 10])
         self.cache.calls.clear()
         self.attention.begin_pass()
-        self.batch = batch_of(slots[100 - tokens :], padding)
+        self.batch = batch_of(slots[100 - tokens :], padding, context_rows)
         self.query = self.noise(tokens + padding, HEADS, 48)
         self.picked = torch.full((tokens + padding, TOPK), -1)
         for row in range(tokens):
@@ -151,6 +161,13 @@ def test_a_pass_that_fits_is_one_step() -> None:
     assert world.cache.calls == [("step", 0), ("resident", 7)]
 
 
+def test_a_pass_of_many_entries_over_few_rows_is_one_step() -> None:
+    world = World(100, 30, 2, context_rows=100)  # 30 x k entries, but only 100 rows exist
+    assert torch.equal(world.attend(0), World(None, 30, 2).attend(0))
+    assert world.cache.calls == [("step", 0), ("resident", 30)]
+    world.cache.cache.check()
+
+
 def test_a_pass_that_does_not_fit_makes_each_piece_a_step() -> None:
     world = World(7 * (TOPK + 1) - 1, 7, 25)
     world.attend(0)
@@ -179,7 +196,10 @@ def test_pieces_cover_every_token_once_and_fit(tokens: int, topk: int, spare: in
     covered = [row for piece in pieces for row in range(piece.start, piece.stop)]
     assert covered == list(range(tokens))
     assert all((piece.stop - piece.start) * topk <= capacity for piece in pieces)
-    assert fits_at_once(tokens, topk, capacity) == (tokens * topk + tokens <= capacity)
+    many = fits_at_once(tokens, topk, 10**9, capacity)
+    assert many == (tokens * topk + tokens <= capacity)
+    assert fits_at_once(tokens, topk, capacity, capacity)
+    assert fits_at_once(tokens, topk, capacity + 1, capacity) == many
 
 
 def test_a_pool_below_k_is_refused() -> None:

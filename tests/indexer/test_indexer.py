@@ -66,6 +66,7 @@ def make_batch(tables: Tensor, rows: list[tuple[int, int]], padding: int = 0) ->
         block_tables=tables,
         sampled_rows=torch.zeros(0, dtype=torch.int64),
         max_context_len=max(position + 1 for _, position in rows),
+        num_context_rows=sum(position + 1 for _, position in rows),
         num_real_tokens=len(rows),
     )
 

@@ -150,7 +150,7 @@ REFUSALS = {
         r"index keys.*\d GiB of HBM.*141\.00 GiB.*--host-pool-gib",
     ),
     "no room for a device pool": (
-        {"host_pool_gib": 191.0},
+        {"host_pool_gib": 190.6},
         CapacityError,
         r"device pool has \d+ slots.*2 x index_topk = 4096.*--device-pool-tokens",
     ),

@@ -139,6 +139,7 @@ class Runner:
             ),
             sampled_rows=torch.arange(real),
             max_context_len=max(position + 1 for _, position, _ in rows),
+            num_context_rows=sum(self.requests[name].length for name, _ in segments),
             num_real_tokens=real,
         )
 

@@ -16,9 +16,16 @@ from echokv.memory.formats import RowFormat
 from echokv.memory.slots import HostSlots
 
 
-def fits_at_once(num_tokens: int, topk: int, capacity: int) -> bool:
-    """Whether all that a pass may select surely fits the device pool beside its new rows."""
-    return num_tokens * (topk + 1) <= capacity
+def fits_at_once(num_tokens: int, topk: int, context_rows: int, capacity: int) -> bool:
+    """Whether all that a pass may select surely fits the device pool beside its new rows.
+
+    Args:
+        num_tokens: real rows of the pass.
+        topk: entries of a selection.
+        context_rows: most distinct rows that the pass can select or write.
+        capacity: device slots a layer.
+    """
+    return min(num_tokens * (topk + 1), context_rows) <= capacity
 
 
 def plan_pieces(num_tokens: int, topk: int, capacity: int) -> list[slice]:
@@ -105,19 +112,24 @@ class SparseAttention:
         """
         real, topk = batch.num_real_tokens, selection.host_slots.shape[1]
         capacity = self._cache.capacity
-        at_once = fits_at_once(real, topk, capacity)
+        at_once = fits_at_once(real, topk, batch.num_context_rows, capacity)
         if at_once and real == batch.num_tokens:
-            return self._attend_rows(layer, query, selection, slice(0, real))
+            return self._attend_rows(layer, query, selection, batch, slice(0, real))
         output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
         for rows in [slice(0, real)] if at_once else plan_pieces(real, topk, capacity):
             if not at_once:
                 self._cache.begin_step()
-            output[rows] = self._attend_rows(layer, query, selection, rows)
+            output[rows] = self._attend_rows(layer, query, selection, batch, rows)
         return output
 
-    def _attend_rows(self, layer: int, query: Tensor, selection: Selection, rows: slice) -> Tensor:
+    def _attend_rows(
+        self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch, rows: slice
+    ) -> Tensor:
         device_slots = self._cache.make_resident(
-            layer, HostSlots(selection.host_slots[rows]), selection.scores[rows]
+            layer,
+            HostSlots(selection.host_slots[rows]),
+            selection.scores[rows],
+            max_distinct=batch.num_context_rows,
         )
         return self._kernels.sparse_mla(
             query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale

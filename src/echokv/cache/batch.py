@@ -27,6 +27,7 @@ class ForwardBatch:
     block_tables: Tensor  # [R, B] int32 host block ids in order; -1 past the end
     sampled_rows: Tensor  # [S] int64: rows whose logits are wanted
     max_context_len: int  # largest entry of context_lens, on the CPU
+    num_context_rows: int  # most distinct rows that the pass can select or write; on the CPU
     num_real_tokens: int  # rows [0, num_real_tokens) are real, the rest padding; on the CPU
 
     @property

@@ -44,7 +44,6 @@ class CacheManager:
         layers, slots, _ = device_pool.rows.shape
         device = device_pool.rows.device
         self.state = CacheState.create(layers, slots, host_pool.num_slots, device)
-        self._missing = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self._totals = torch.zeros((layers, 5), dtype=torch.int64, device=device)
         # What the ops of one call count, laid out like a row of _totals so that one addition
         # takes it over; append and make_resident each leave the other's columns at zero.
@@ -81,17 +80,25 @@ class CacheManager:
             self._device_pool.rows[layer],
         )
 
-    def make_resident(self, layer: int, host_slots: HostSlots, scores: Tensor) -> DeviceSlots:
+    def make_resident(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> DeviceSlots:
         """See `KVCache`."""
         entries = host_slots.numel()
-        self._require_room(f"a selection of {entries} rows", entries)
+        distinct = entries if max_distinct is None else min(entries, max_distinct)
+        self._require_room(f"a selection of {distinct} rows", distinct)
         state, counts = self.state.layer(layer), self._selecting
         priorities = self._policy.priorities(self.state.clock, scores, host_slots).flatten()
         wanted = HostSlots(host_slots.flatten())
         hits = counts[_HITS : _HITS + 1]
-        self._reserve(layer, wanted, priorities, counts, _RECALLED, hits)
+        missing = self._reserve(layer, wanted, priorities, counts, _RECALLED, hits)
         self._kernels.recall(
-            self._missing[:entries],
+            missing,
             counts[_RECALLED : _RECALLED + 1],
             state.slot_buffer,
             self._host_pool.rows[layer],
@@ -111,14 +118,17 @@ class CacheManager:
         counts: Tensor,
         missing_column: int,
         num_hits: Tensor,
-    ) -> None:
+    ) -> Tensor:
         """Protect what is resident and give device slots to what is not, evicting as needed.
 
-        Leaves the absent host slots in `_missing`, their device slots in the layer's slot_buffer
-        and their number in counts[missing_column]; adds counts to the layer's totals.
+        Leaves the number of absent host slots in counts[missing_column] and their device slots in
+        the layer's slot_buffer; adds counts to the layer's totals.
+
+        Returns:
+            the absent host slots, then -1; no longer than the device pool.
         """
         state, floor, workspace = self.state.layer(layer), self.state.floor, self.state.workspace
-        missing = self._missing[: host_slots.shape[0]]
+        missing = torch.empty_like(host_slots)
         num_missing = counts[missing_column : missing_column + 1]
         mappings = (state.device_free, state.priority, state.device_to_host, state.host_to_device)
         self._kernels.lookup(
@@ -133,12 +143,14 @@ class CacheManager:
             workspace,
         )
         evicted = counts[_EVICTED : _EVICTED + 1]
+        missing = missing[: self.capacity]  # more distinct rows than that were refused
         self._kernels.free(num_missing, floor, *mappings, state.slot_buffer, evicted, workspace)
         allocated = counts[_ALLOCATED : _ALLOCATED + 1]
         self._kernels.allocate(
             missing, num_missing, floor, *mappings, state.slot_buffer, allocated, workspace
         )
         self._totals[layer].add_(counts)
+        return missing
 
     def _require_room(self, what: str, rows: int) -> None:
         if rows > self.capacity:

@@ -56,19 +56,27 @@ class KVCache(Protocol):
         """
         ...
 
-    def make_resident(self, layer: int, host_slots: HostSlots, scores: Tensor) -> DeviceSlots:
+    def make_resident(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> DeviceSlots:
         """Fetch what is missing of a selection and say where all of it is.
 
         Args:
             layer: decoder layer.
             host_slots: [T, k] int32, -1 for none; duplicates allowed.
             scores: [T, k] float32 index scores, which decide how long rows stay afterwards.
+            max_distinct: most distinct rows among them, where the caller knows; None: T x k.
 
         Returns:
             [T, k] int32, -1 exactly where host_slots is -1; valid until the next step.
 
         Raises:
-            CapacityError: T x k exceeds the device pool.
+            CapacityError: max_distinct exceeds the device pool.
         """
         ...
 

@@ -50,7 +50,14 @@ class ResidentCache:
         if layer == 0:
             self._written.index_fill_(0, host_slots.long(), True)  # -1 wraps to the spare entry
 
-    def make_resident(self, layer: int, host_slots: HostSlots, scores: Tensor) -> DeviceSlots:
+    def make_resident(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> DeviceSlots:
         """The same numbers: every row is where its address says."""
         return DeviceSlots(host_slots)
 

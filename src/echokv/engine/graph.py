@@ -73,6 +73,7 @@ class DecodeInputs:
             block_tables=self._tables[:rows],
             sampled_rows=self._rows[:rows].long(),
             max_context_len=max_context_len,
+            num_context_rows=rows * max_context_len,
             num_real_tokens=rows,
         )
 

@@ -17,6 +17,7 @@ class PassInputs:
     request_rows: list[int]
     block_tables: list[list[int]]  # one a request, of different lengths
     sampled_rows: list[int]
+    num_context_rows: int
     num_real_tokens: int
 
     @classmethod
@@ -49,6 +50,7 @@ class PassInputs:
             request_rows=request_rows + [0] * padding,
             block_tables=[item.request.block_ids for item in items],
             sampled_rows=sampled_rows,
+            num_context_rows=sum(item.start + item.count for item in items),
             num_real_tokens=real,
         )
 

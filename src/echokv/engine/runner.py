@@ -73,6 +73,7 @@ class ModelRunner:
             block_tables=self._tensor(inputs.padded_tables(), torch.int32),
             sampled_rows=self._tensor(inputs.sampled_rows, torch.int64),
             max_context_len=max(inputs.context_lens),
+            num_context_rows=inputs.num_context_rows,
             num_real_tokens=inputs.num_real_tokens,
         )
 

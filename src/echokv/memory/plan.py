@@ -138,7 +138,8 @@ def _workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """HBM kept for activations: generous, as what isn't kept is given to the device pool."""
     latent = model.kv_lora_rank + model.qk_rope_head_dim
     head = 2 * latent + model.qk_nope_head_dim + model.v_head_dim
-    token = 4 * (model.num_attention_heads * head + 8 * model.hidden_size)
+    selection = 6 * model.index_topk  # positions, both slots, scores, priorities, missing rows
+    token = 4 * (model.num_attention_heads * head + 8 * model.hidden_size + selection)
     logits = 4 * config.max_num_seqs * model.vocab_size
     return (
         FIXED_WORKSPACE_BYTES
