@@ -1,0 +1,135 @@
+"""Belady's MIN: the fewest recalls that any policy could need, told the future.
+
+The same steps under the same rules as the product: rows selected or written in one cache step are
+resident together, so nothing is bypassed; released rows are gone. Evicting, among the rows that
+the step doesn't need, those whose next selection is farthest away is optimal then too (exchange
+argument: keeping the one needed sooner never costs more).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echokv.bench.trace_format import Codes, Ints, Trace
+from echokv.bench.trace_replay import (
+    PassRows,
+    ReplayResult,
+    passes,
+    pieces,
+    require_capacity,
+)
+from echokv.log import progress
+
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Step:
+    """One cache step of one layer, as sets of host slots."""
+
+    number: int  # of the pass
+    released: Ints  # forgotten before it
+    written: Ints  # made resident without a recall
+    selected: Ints  # distinct, ascending
+    codes: Codes  # of their scores; the highest where several rows select a slot
+
+
+def belady(trace: Trace, capacity: int) -> ReplayResult:
+    """Replay every layer with the best possible evictions.
+
+    Args:
+        trace: the recorded run.
+        capacity: device slots a layer.
+
+    Raises:
+        ConfigError: a device pool of fewer than topk slots.
+    """
+    layers, steps = range(len(trace.layers)), cache_steps(trace, capacity)
+    selected = np.zeros((len(layers), trace.num_passes), np.int64)
+    recalled = np.zeros_like(selected)
+    for layer in progress(layers, total=len(layers), what="Belady", unit="layer"):
+        misses = fewest_misses(steps[layer], capacity, trace.host_slots)
+        for step, missed in zip(steps[layer], misses, strict=True):
+            selected[layer, step.number] += step.selected.size
+            recalled[layer, step.number] += missed
+    return ReplayResult(selected=selected, recalled=recalled, counters=[])
+
+
+def cache_steps(trace: Trace, capacity: int) -> list[list[Step]]:
+    """The cache steps of every layer at some pool size.
+
+    Raises:
+        ConfigError: a device pool of fewer than topk slots.
+    """
+    require_capacity(trace, capacity)
+    steps: list[list[Step]] = [[] for _ in trace.layers]
+    for number, one in enumerate(passes(trace)):
+        for layer, mine in enumerate(steps):
+            mine += _steps(one, number, layer, capacity)
+    return steps
+
+
+def _steps(one: PassRows, number: int, layer: int, capacity: int) -> list[Step]:
+    """One pass in one layer: a cache step, or a step of writing and one for each piece."""
+    none, no_codes = np.zeros(0, np.int32), np.zeros(0, np.uint8)
+    kept = one.written[max(0, one.written.size - capacity) :]
+    cut = pieces(one, capacity)
+    if cut is None:
+        return [Step(number, one.released, kept, *_distinct(one, layer, slice(None)))]
+    return [
+        Step(number, one.released, kept, none, no_codes),
+        *(Step(number, none, none, *_distinct(one, layer, piece)) for piece in cut),
+    ]
+
+
+def _distinct(one: PassRows, layer: int, rows: slice) -> tuple[Ints, Codes]:
+    """The host slots that some rows select, and the highest code of each."""
+    slots, codes = one.selected[layer, rows].ravel(), one.codes[layer, rows].ravel()
+    found, places = np.unique(slots, return_inverse=True)
+    highest = np.zeros(found.size, np.uint8)
+    np.maximum.at(highest, places, codes)
+    return found[found >= 0], highest[found >= 0]
+
+
+def fewest_misses(steps: list[Step], capacity: int, host_slots: int) -> list[int]:
+    """Recalls of each step of one layer under MIN.
+
+    Args:
+        steps: in order; written and selected rows of each fit the pool together.
+        capacity: device slots.
+        host_slots: every host slot is below this.
+    """
+    needed = [np.union1d(step.written, step.selected) for step in steps]
+    following = _next_selections(steps, needed, host_slots)
+    resident = np.zeros(host_slots, np.bool_)
+    next_use = np.zeros(host_slots, np.int64)
+    misses = []
+    for step, slots, future in zip(steps, needed, following, strict=True):
+        resident[step.released] = False
+        absent = slots[~resident[slots]]
+        misses.append(int(np.setdiff1d(absent, step.written, assume_unique=True).size))
+        resident[slots] = True
+        next_use[slots] = future
+        excess = int(resident.sum()) - capacity
+        if excess > 0:
+            resident[slots] = False
+            others = np.flatnonzero(resident)
+            resident[slots] = True
+            assert excess <= others.size, "the rows of one step exceed the device pool"
+            farthest = np.argpartition(next_use[others], others.size - excess)[-excess:]
+            resident[others[farthest]] = False
+    return misses
+
+
+def _next_selections(
+    steps: list[Step], needed: list[Ints], host_slots: int
+) -> list[NDArray[np.int64]]:
+    """For each step's needed rows, the next step that selects them before they are released."""
+    upcoming = np.full(host_slots, _NEVER, np.int64)
+    following = []
+    for number in range(len(steps) - 1, -1, -1):
+        following.append(upcoming[needed[number]])
+        upcoming[steps[number].selected] = number
+        upcoming[steps[number].released] = _NEVER
+    return following[::-1]
