@@ -5,13 +5,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-MODEL ?= demo-model
+DEMO := examples/demo_model/checkpoint
+MODEL ?= $(DEMO)
 HOST ?= 127.0.0.1
 PORT ?= 8000
-# The demo's device pool holds fewer rows a layer than a long prompt has, so that offloading shows.
-DEVICE_POOL_TOKENS ?= 1024
-HOST_POOL_GIB ?= 0.25
-SERVE_FLAGS ?= --max-model-len 32768 --max-num-seqs 8 --max-num-batched-tokens 256
+# The demo's device pool holds a quarter of the rows of a long prompt, so that offloading shows;
+# another model takes what the machine has.
+DEMO_FLAGS := --device-pool-tokens 2560 --host-pool-gib 0.25 --max-model-len 16384 \
+    --max-num-seqs 8 --max-num-batched-tokens 256
+SERVE_FLAGS ?= $(if $(filter $(DEMO),$(MODEL)),--served-model-name demo $(DEMO_FLAGS))
 WORKERS ?= 2
 PYTEST_FLAGS ?=
 DOCUMENT_TOKENS ?= 20000
@@ -21,9 +23,8 @@ TRITON := 3.7.1
 
 .PHONY: serve test test-document pytest lint format bench lock clean
 
-serve: $(VENV)/.package $(MODEL)/config.json
-	$(BIN)/echokv serve $(MODEL) --host $(HOST) --port $(PORT) \
-	    --device-pool-tokens $(DEVICE_POOL_TOKENS) --host-pool-gib $(HOST_POOL_GIB) $(SERVE_FLAGS)
+serve: $(VENV)/.package
+	$(BIN)/echokv serve $(MODEL) --host $(HOST) --port $(PORT) $(SERVE_FLAGS)
 
 test: lint pytest
 
@@ -46,13 +47,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.package $(MODEL)/config.json
-	$(BIN)/echokv bench throughput --model $(MODEL) --num-prompts 8 --input-len 512 \
-	    --output-len 32 --device-pool-tokens $(DEVICE_POOL_TOKENS) \
-	    --host-pool-gib $(HOST_POOL_GIB) $(SERVE_FLAGS) --output-json build/throughput.json
-
-$(MODEL)/config.json: | $(VENV)/.package
-	$(BIN)/echokv demo-model $(MODEL)
+bench: $(VENV)/.package
+	$(BIN)/echokv bench throughput $(DEMO) --num-prompts 8 --input-len 512 --output-len 32 \
+	    $(DEMO_FLAGS) --output-json build/throughput.json
 
 $(VENV)/.locked: requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -70,10 +67,11 @@ $(VENV)/.dev: $(VENV)/.package requirements-dev.lock
 	$(PIP) install -r requirements-dev.lock
 	touch $@
 
-# Resolve anew within pyproject.toml's bounds. CUDA libraries stay out of the locks: torch's own
-# wheel pins them where it needs them.
+# Resolve anew within pyproject.toml's bounds. CUDA libraries stay out of the locks, as torch's own
+# wheel pins them where it needs them; but for NVRTC, which compiles our kernels in CI.
 FREEZE := build/lock/bin/python -m pip freeze --all --exclude pip --exclude echokv
-CLEAN_PINS := sed -e 's/+cpu$$//' -e '/^nvidia-/d' -e '/^cuda-/d'
+KEPT_PINS := nvidia-cuda-nvrtc\|cuda-bindings\|cuda-pathfinder
+CLEAN_PINS := sed -e 's/+cpu$$//' -e '/^\($(KEPT_PINS)\)=/b' -e '/^nvidia-/d' -e '/^cuda-/d'
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock
@@ -85,4 +83,4 @@ lock:
 	    $(FREEZE) | $(CLEAN_PINS)) > requirements-dev.lock
 
 clean:
-	rm -rf $(VENV) build demo-model .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

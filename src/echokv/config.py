@@ -249,7 +249,7 @@ class EngineConfig:
 
     model: str  # checkpoint directory
     served_model_name: str | None = None  # None: the directory's name
-    backend: str = "auto"  # auto, reference or triton
+    backend: str = "auto"  # auto, reference, triton or cuda
     device: str = "auto"  # auto, cpu or cuda
     dtype: str = "auto"  # compute dtype: auto, float32 or bfloat16
     kv_cache_dtype: str = "auto"  # auto or a name of memory.formats.ROW_FORMATS

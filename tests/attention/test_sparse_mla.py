@@ -33,9 +33,9 @@ class Recorder:
     def capacity(self) -> int:
         return self.cache.capacity
 
-    def begin_step(self) -> None:
+    def begin_step(self, layer: int | None = None) -> None:
         self.calls.append(("step", 0))
-        self.cache.begin_step()
+        self.cache.begin_step(layer)
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
         self.calls.append(("append", keep))

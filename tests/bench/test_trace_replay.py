@@ -19,10 +19,10 @@ TOPK = 64
 
 
 def run(
-    model: Path, *, num_host_blocks: int, decode_only: bool = False, **overrides: Any
+    model: Path, *, num_host_blocks: int, prompt_rows: int | None = None, **overrides: Any
 ) -> tuple[Trace, EngineStats]:
     """Five requests with a shared prefix, one aborted and one late."""
-    recorder = TraceRecorder(decode_only=decode_only)
+    recorder = TraceRecorder(prompt_rows=prompt_rows)
     config = EngineConfig(
         model=str(model),
         host_pool_gib=host_pool_gib(model, num_host_blocks),
@@ -91,14 +91,20 @@ def test_a_replay_has_the_counters_of_the_live_run(
     assert len(trace.sequence_prompt_lens) == 5 + stats.preemptions
 
 
-def test_decode_only_keeps_writes_and_the_decoding_selections(small_model: Path) -> None:
+@pytest.mark.parametrize("prompt_rows", [0, 20])
+def test_fewer_prompt_rows_keep_writes_and_the_later_selections(
+    small_model: Path, prompt_rows: int
+) -> None:
     whole, _ = run(small_model, num_host_blocks=24, device_pool_tokens=7 * TOPK)
-    part, _ = run(small_model, num_host_blocks=24, device_pool_tokens=7 * TOPK, decode_only=True)
+    part, _ = run(
+        small_model, num_host_blocks=24, device_pool_tokens=7 * TOPK, prompt_rows=prompt_rows
+    )
     np.testing.assert_array_equal(whole.row_position, part.row_position)
     np.testing.assert_array_equal(whole.decodes(), part.decodes())
-    decodes = whole.row_position >= whole.sequence_prompt_lens[whole.row_sequence]
-    np.testing.assert_array_equal(part.row_selected, decodes)
-    np.testing.assert_array_equal(part.positions, whole.positions[:, decodes])
+    starts = whole.sequence_prompt_lens[whole.row_sequence] - prompt_rows
+    kept = whole.row_position >= starts
+    np.testing.assert_array_equal(part.row_selected, kept)
+    np.testing.assert_array_equal(part.positions, whole.positions[:, kept])
     assert replay(part, 5 * TOPK, POLICIES["product"]).hit_rate(part.decodes()) < 1
 
 
@@ -111,7 +117,7 @@ def test_recorded_ranks_hold_the_kth_score(small_model: Path) -> None:
         device_pool_tokens=512,
     )
     jobs = [(list(range(200)), SamplingParams(max_tokens=6, ignore_eos=True, temperature=0))] * 2
-    trace = record_trace(config, jobs, decode_only=True, about={"note": "x"})
+    trace = record_trace(config, jobs, prompt_rows=0, about={"note": "x"})
     assert trace.meta["note"] == "x"
     ranks = trace.meta["kth_ranks"]
     assert ranks[0] == 8 and ranks[-1] == 4 * TOPK and TOPK in ranks

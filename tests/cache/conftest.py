@@ -7,9 +7,14 @@ import torch
 from tests.cache.harness import BACKENDS, Cache, make_cache
 
 HAS_CUDA = torch.cuda.is_available()
+HAS_HOPPER = HAS_CUDA and torch.cuda.get_device_capability()[0] == 9
 _MARKS = {
     "triton-interpreter": pytest.mark.skipif(HAS_CUDA, reason="runs as triton-cuda here"),
     "triton-cuda": pytest.mark.gpu,
+    "cuda-cuda": [
+        pytest.mark.gpu,
+        pytest.mark.skipif(HAS_CUDA and not HAS_HOPPER, reason="needs a Hopper GPU"),
+    ],
 }
 
 

@@ -10,7 +10,7 @@ from echokv.kernels.registry import load_kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 
-BACKENDS = ("reference-cpu", "triton-interpreter", "triton-cuda")
+BACKENDS = ("reference-cpu", "triton-interpreter", "triton-cuda", "cuda-cuda")
 POISON = 0xFF
 """As a byte of any row format it makes NaNs: float32, bfloat16 and e4m3 alike."""
 

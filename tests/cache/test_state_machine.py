@@ -259,6 +259,12 @@ class CudaCacheLife(CacheLife):
     backend = "triton-cuda"
 
 
+class FusedCacheLife(CacheLife):
+    """On a Hopper GPU, with the fused recall."""
+
+    backend = "cuda-cuda"
+
+
 _RELAXED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 TestReferenceCache = CacheLife.TestCase
@@ -271,3 +277,10 @@ TestInterpretedCache.settings = settings(
 )
 TestCudaCache = pytest.mark.gpu(CudaCacheLife.TestCase)
 TestCudaCache.settings = settings(max_examples=60, stateful_step_count=40, **_RELAXED)
+TestFusedCache = pytest.mark.gpu(
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU",
+    )(FusedCacheLife.TestCase)
+)
+TestFusedCache.settings = settings(max_examples=60, stateful_step_count=40, **_RELAXED)

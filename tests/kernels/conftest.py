@@ -10,20 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from echokv.kernels.registry import OPS
+from echokv.kernels.registry import CUDA_OPS, OPS
 
 HAS_CUDA = torch.cuda.is_available()
+HAS_HOPPER = HAS_CUDA and torch.cuda.get_device_capability()[0] == 9
 
 
 @dataclass(frozen=True)
 class Backend:
     """One implementation of the ops, and where its tensors live."""
 
-    name: str  # reference or triton
+    name: str  # reference, triton or cuda
     device: torch.device
 
     def op(self, name: str) -> Callable[..., Any]:
         """The op's function."""
+        if self.name == "cuda" and name not in CUDA_OPS:
+            pytest.skip(f"{name} has no CUDA C++ kernel: Triton's is tested as triton-cuda")
         module = importlib.import_module(f"echokv.kernels.{self.name}.{OPS[name]}")
         function: Callable[..., Any] = getattr(module, name)
         return function
@@ -42,6 +45,13 @@ class Backend:
             marks=pytest.mark.skipif(HAS_CUDA, reason="runs as triton-cuda on this machine"),
         ),
         pytest.param("triton-cuda", marks=pytest.mark.gpu),
+        pytest.param(
+            "cuda-cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(HAS_CUDA and not HAS_HOPPER, reason="needs a Hopper GPU"),
+            ],
+        ),
     ]
 )
 def backend(request: pytest.FixtureRequest) -> Backend:

@@ -10,18 +10,26 @@ import pytest
 import torch
 
 from echokv.errors import KernelUnavailable
-from echokv.kernels.registry import BACKENDS, OPS, Kernels, load_kernels
+from echokv.kernels.registry import (
+    AUTO_ON_HOPPER,
+    BACKENDS,
+    OPS,
+    Kernels,
+    folder_of,
+    load_kernels,
+)
 
 HAS_CUDA = torch.cuda.is_available()
+HAS_HOPPER = HAS_CUDA and torch.cuda.get_device_capability()[0] == 9
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def runnable() -> list[tuple[str, torch.device]]:
     """Backends and devices that this machine can run."""
     pairs = [("reference", CPU)]
-    return (
-        [*pairs, ("reference", CUDA), ("triton", CUDA)] if HAS_CUDA else [*pairs, ("triton", CPU)]
-    )
+    if not HAS_CUDA:
+        return [*pairs, ("triton", CPU)]
+    return [*pairs, ("reference", CUDA), ("triton", CUDA), *[("cuda", CUDA)] * HAS_HOPPER]
 
 
 @pytest.mark.parametrize("name, device", runnable())
@@ -29,13 +37,17 @@ def test_every_op_has_the_protocols_signature(name: str, device: torch.device) -
     kernels = load_kernels(name, device)
     assert kernels.name == name
     assert kernels.token_tile == (32 if name == "reference" else None)
-    declared = {op for op in vars(Kernels) if not op.startswith("_")} - {"name", "token_tile"}
+    declared = {op for op in vars(Kernels) if not op.startswith("_")} - {
+        "name",
+        "token_tile",
+        "fused",
+    }
     assert declared == set(OPS)
     for op in OPS:
         want = list(inspect.signature(getattr(Kernels, op)).parameters.values())[1:]
         got = list(inspect.signature(getattr(kernels, op)).parameters.values())
         assert [(p.name, p.kind) for p in got] == [(p.name, p.kind) for p in want], op
-        assert getattr(kernels, op).__module__ == f"echokv.kernels.{name}.{OPS[op]}"
+        assert getattr(kernels, op).__module__ == f"echokv.kernels.{folder_of(name, op)}.{OPS[op]}"
 
 
 def test_auto_takes_the_reference_on_the_cpu_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,8 +57,28 @@ def test_auto_takes_the_reference_on_the_cpu_and_says_so(caplog: pytest.LogCaptu
 
 
 @pytest.mark.gpu
-def test_auto_takes_triton_on_cuda() -> None:
-    assert load_kernels("auto", CUDA).name == "triton"
+def test_auto_takes_what_was_decided_on_hopper_and_triton_elsewhere() -> None:
+    assert load_kernels("auto", CUDA).name == (AUTO_ON_HOPPER if HAS_HOPPER else "triton")
+
+
+def test_cuda_is_an_error_on_the_cpu_that_says_why() -> None:
+    with pytest.raises(KernelUnavailable, match="--backend cuda runs on cuda, not on cpu"):
+        load_kernels("cuda", CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(HAS_HOPPER, reason="needs a GPU other than Hopper")
+def test_cuda_on_another_gpu_is_an_error_that_says_which() -> None:
+    with pytest.raises(KernelUnavailable, match="built for compute capability 9"):
+        load_kernels("cuda", CUDA)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+def test_cuda_says_which_ops_it_takes_from_where(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="echokv"):
+        kernels = load_kernels("cuda", CUDA)
+    assert kernels.fused is not None
+    assert "CUDA C++ for topk, recall, fused recall; Triton for encode_rows" in caplog.text
 
 
 def test_an_unknown_backend_is_an_error_that_lists_the_known() -> None:

@@ -118,7 +118,7 @@ class SparseAttention:
         output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
         for rows in [slice(0, real)] if at_once else plan_pieces(real, topk, capacity):
             if not at_once:
-                self._cache.begin_step()
+                self._cache.begin_step(layer)
             output[rows] = self._attend_rows(layer, query, selection, batch, rows)
         return output
 

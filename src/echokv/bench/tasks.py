@@ -33,6 +33,9 @@ NOUNS = (
     " shadow spider tiger tower valley violin whale window"
 ).split()
 
+MOST_RECORDS = len(ADJECTIVES) * len(NOUNS)
+"""As many as there are names."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskDocument:
@@ -143,8 +146,8 @@ def _name(rng: Random) -> str:
 
 
 def _names(rng: Random, count: int) -> list[str]:
-    """Distinct names; at most 4,096 exist."""
-    numbers = rng.sample(range(len(ADJECTIVES) * len(NOUNS)), count)
+    """Distinct names; at most 4,160 exist."""
+    numbers = rng.sample(range(MOST_RECORDS), count)
     return [f"{ADJECTIVES[n // len(NOUNS)]}-{NOUNS[n % len(NOUNS)]}" for n in numbers]
 
 
@@ -201,11 +204,12 @@ def _multi_needle(request: _Request) -> TaskDocument:
 
 
 def _kv(request: _Request, pair: Callable[[], tuple[str, str]]) -> TaskDocument:
-    """Records until the bound, or 4,096; nothing but distractors."""
+    """Records until the bound, or 4,160; nothing but distractors."""
     records: dict[str, str] = {}
     room, record_tokens = request.tokens - 8, request.tokens
-    while len(records) < len(ADJECTIVES) * len(NOUNS):
-        size = len(records) + max(1, int(0.8 * room / record_tokens))  # few calls of count
+    while len(records) < MOST_RECORDS:
+        more = max(1, int(0.8 * room / record_tokens))  # few calls of count
+        size = min(len(records) + more, MOST_RECORDS)
         piece: dict[str, str] = {}
         while len(records) + len(piece) < size:
             key, value = pair()

@@ -91,7 +91,7 @@ class Trace:
         safe = np.maximum(positions, 0)
         blocks = self.sequence_blocks[self.sequence_offsets[sequences] + safe // BLOCK_TOKENS]
         slots = blocks * BLOCK_TOKENS + safe % BLOCK_TOKENS
-        return np.where(positions < 0, -1, slots).astype(np.int32)
+        return np.where(positions < 0, -1, slots).astype(np.int32, order="C")
 
     def decodes(self) -> NDArray[np.bool_]:
         """[P]: passes whose rows all decode, one token a sequence."""

@@ -83,14 +83,15 @@ class TraceRecorder:
     """Collects a trace; `hooks` go into the engine, which `attach` then makes known.
 
     Args:
-        decode_only: leave the selections of prompts out; their writes are recorded still.
+        prompt_rows: record the selections of only so many last tokens of each prompt, and of
+            what follows; None records all. Writes are recorded in any case.
     """
 
-    def __init__(self, *, decode_only: bool) -> None:
+    def __init__(self, *, prompt_rows: int | None = None) -> None:
         self.hooks = EngineHooks(
             observer=self._observe, on_release=self._release, selector=self._wrap
         )
-        self._decode_only = decode_only
+        self._prompt_rows = prompt_rows
         self._engine: Engine | None = None
         self._ranks: RankScores | None = None
         self._sequences: list[_Sequence] = []
@@ -183,15 +184,16 @@ class TraceRecorder:
         self._batch = batch
         real = batch.num_real_tokens
         owners = self._owners()
-        decoding = []
+        wanted, self._has_decoding = [], False
         for slot, position in zip(
             batch.host_slots[:real].tolist(), batch.positions[:real].tolist(), strict=True
         ):
             number = owners[slot // BLOCK_TOKENS]
             self._rows.append((number, position))
-            decoding.append(position >= self._sequences[number].prompt_len)
-        self._has_decoding = any(decoding)
-        wanted = decoding if self._decode_only else [True] * real
+            prompt_len = self._sequences[number].prompt_len
+            self._has_decoding |= position >= prompt_len
+            first = 0 if self._prompt_rows is None else prompt_len - self._prompt_rows
+            wanted.append(position >= first)
         self._selected += wanted
         self._wanted = np.flatnonzero(wanted)
         self._pass_sizes.append(real)
@@ -226,7 +228,7 @@ def record_trace(
     config: EngineConfig,
     jobs: Sequence[tuple[Sequence[int], SamplingParams]],
     *,
-    decode_only: bool,
+    prompt_rows: int | None = None,
     about: dict[str, Any],
 ) -> Trace:
     """Run requests in a fresh engine and record what its cache saw.
@@ -234,13 +236,13 @@ def record_trace(
     Args:
         config: the engine; its device pool doesn't change what is recorded.
         jobs: prompt token ids and sampling parameters.
-        decode_only: leave the selections of prompts out.
+        prompt_rows: see `TraceRecorder`.
         about: what is run, for the file's meta.
 
     Raises:
         RequestError: a request that the engine can't run.
     """
-    recorder = TraceRecorder(decode_only=decode_only)
+    recorder = TraceRecorder(prompt_rows=prompt_rows)
     config = dataclasses.replace(config, enforce_eager=True)  # a replayed graph calls no observer
     engine = Engine(config, hooks=recorder.hooks)
     try:

@@ -157,7 +157,7 @@ def _plot_layers(figures: dict[str, Any], path: Path) -> Path:
     axes[0].set_xticks(layers)
     axes[0].set_xlabel("layer")
     axes[0].set_ylabel(f"hit rate, {name}")
-    axes[0].legend(title="pool / live tokens")
+    axes[0].legend(title="pool / live tokens", loc="center left", bbox_to_anchor=(1, 0.5))
     return save_figure(drawing, path)
 
 

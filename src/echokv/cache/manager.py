@@ -9,6 +9,7 @@ from torch import Tensor
 
 from echokv.cache.policy import EvictionPolicy, RecencyThenScore
 from echokv.cache.protocol import KVCache, LayerCounters
+from echokv.cache.ready import ReadyLists
 from echokv.cache.state import CacheInvariantError, CacheState
 from echokv.errors import CapacityError
 from echokv.kernels.registry import Kernels
@@ -27,7 +28,8 @@ class CacheManager:
         kernels: the backend.
         host_pool: where every row is.
         device_pool: where selected rows are.
-        policy: eviction priorities; None: `RecencyThenScore`.
+        policy: eviction priorities; None: `RecencyThenScore`, the only one that a backend's fused
+            recall knows.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class CacheManager:
         layers, slots, _ = device_pool.rows.shape
         device = device_pool.rows.device
         self.state = CacheState.create(layers, slots, host_pool.num_slots, device)
+        fused = kernels.fused if policy is None else None
+        self._ready = ReadyLists(fused, self.state) if fused is not None else None
         self._totals = torch.zeros((layers, 5), dtype=torch.int64, device=device)
         # What the ops of one call count, laid out like a row of _totals so that one addition
         # takes it over; append and make_resident each leave the other's columns at zero.
@@ -61,13 +65,18 @@ class CacheManager:
         """See `KVCache`."""
         return self.state.metadata_bytes_per_layer * self.state.num_layers
 
-    def begin_step(self) -> None:
+    def begin_step(self, layer: int | None = None) -> None:
         """See `KVCache`."""
         self._kernels.tick(self.state.clock, self.state.floor, self.state.priority)
+        if self._ready is not None:
+            self._ready.choose(layer)
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
         """See `KVCache`."""
         self._require_room(f"keeping {keep} new rows", keep)
+        if self._ready is not None and keep == host_slots.shape[0]:
+            self._ready.append(layer, host_slots, rows, *self._of_layer(layer))
+            return
         if keep > 0:
             kept = HostSlots(host_slots[host_slots.shape[0] - keep :])
             priorities = self.state.floor.repeat(keep)
@@ -92,6 +101,9 @@ class CacheManager:
         entries = host_slots.numel()
         distinct = entries if max_distinct is None else min(entries, max_distinct)
         self._require_room(f"a selection of {distinct} rows", distinct)
+        if self._ready is not None:
+            slots = self._ready.make_resident(layer, host_slots, scores, *self._of_layer(layer))
+            return DeviceSlots(slots)
         state, counts = self.state.layer(layer), self._selecting
         priorities = self._policy.priorities(self.state.clock, scores, host_slots).flatten()
         wanted = HostSlots(host_slots.flatten())
@@ -110,6 +122,10 @@ class CacheManager:
         )
         return DeviceSlots(device_slots.view(host_slots.shape))
 
+    def _of_layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's totals, host rows and device rows."""
+        return self._totals[layer], self._host_pool.rows[layer], self._device_pool.rows[layer]
+
     def _reserve(
         self,
         layer: int,
@@ -122,12 +138,14 @@ class CacheManager:
         """Protect what is resident and give device slots to what is not, evicting as needed.
 
         Leaves the number of absent host slots in counts[missing_column] and their device slots in
-        the layer's slot_buffer; adds counts to the layer's totals.
+        the layer's slot_buffer (in scratch, where that holds a ready list); adds counts to the
+        layer's totals.
 
         Returns:
             the absent host slots, then -1; no longer than the device pool.
         """
         state, floor, workspace = self.state.layer(layer), self.state.floor, self.state.workspace
+        slot_buffer = state.slot_buffer if self._ready is None else self._ready.scratch
         missing = torch.empty_like(host_slots)
         num_missing = counts[missing_column : missing_column + 1]
         mappings = (state.device_free, state.priority, state.device_to_host, state.host_to_device)
@@ -144,10 +162,10 @@ class CacheManager:
         )
         evicted = counts[_EVICTED : _EVICTED + 1]
         missing = missing[: self.capacity]  # more distinct rows than that were refused
-        self._kernels.free(num_missing, floor, *mappings, state.slot_buffer, evicted, workspace)
+        self._kernels.free(num_missing, floor, *mappings, slot_buffer, evicted, workspace)
         allocated = counts[_ALLOCATED : _ALLOCATED + 1]
         self._kernels.allocate(
-            missing, num_missing, floor, *mappings, state.slot_buffer, allocated, workspace
+            missing, num_missing, floor, *mappings, slot_buffer, allocated, workspace
         )
         self._totals[layer].add_(counts)
         return missing

@@ -37,8 +37,12 @@ class KVCache(Protocol):
         """Bytes of mappings and priorities, all layers: the plan's line "metadata"."""
         ...
 
-    def begin_step(self) -> None:
-        """Start a cache step: what the previous one protected may be evicted."""
+    def begin_step(self, layer: int | None = None) -> None:
+        """Start a cache step: what the previous one protected may be evicted.
+
+        Args:
+            layer: the only one that this step will touch; None: any.
+        """
         ...
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:

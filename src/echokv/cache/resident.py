@@ -39,7 +39,7 @@ class ResidentCache:
         """See `KVCache`; 5 bytes a slot."""
         return 4 * self._nowhere.numel() + self._slots
 
-    def begin_step(self) -> None:
+    def begin_step(self, layer: int | None = None) -> None:
         """Nothing is protected, so nothing changes."""
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:

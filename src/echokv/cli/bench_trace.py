@@ -50,10 +50,11 @@ def _add_record(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--temperature", type=float, default=0.0, help="of every request; 0 is greedy"
     )
     parser.add_argument(
-        "--decode-only",
-        action="store_true",
-        help="leave out what prompts select: a smaller file, in which the device pool begins with"
-        " the rows that were written last",
+        "--prompt-rows",
+        type=int,
+        metavar="N",
+        help="record what only the last N tokens of each prompt select, for a smaller file"
+        " (default: all)",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="PATH", help="trace to write (.npz)"
@@ -134,7 +135,7 @@ def run_record(args: argparse.Namespace) -> int:
     trace = record_trace(
         config,
         jobs,
-        decode_only=args.decode_only,
+        prompt_rows=args.prompt_rows,
         about={"workload": about, "config": dataclasses.asdict(config)},
     )
     save_trace(trace, args.out)

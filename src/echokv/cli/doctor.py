@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from echokv.memory.byte_plan import BytePlan
 
 _GIB = 2**30
-_BACKENDS = ("reference", "triton")
+_BACKENDS = ("reference", "triton", "cuda")
 _HOPPER = ("sgl-flash-mla", "sgl-deep-gemm", "apache-tvm-ffi")
 _HOPPER_CAPABILITY = (9, 0)
 

@@ -36,7 +36,7 @@ ENGINE_FLAGS = (
     Flag(
         names=("--backend",),
         field="backend",
-        help="kernels, one set per engine: auto, reference (PyTorch) or triton",
+        help="kernels, one set per engine: auto, reference (PyTorch), triton or cuda (Hopper)",
     ),
     Flag(
         names=("--device",),

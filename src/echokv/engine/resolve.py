@@ -7,6 +7,7 @@ import torch
 
 from echokv.config import EngineConfig, ModelConfig
 from echokv.errors import ConfigError
+from echokv.kernels.registry import auto_backend
 from echokv.memory.formats import FP8_GROUP
 
 _DTYPES = ("float32", "bfloat16")
@@ -48,7 +49,7 @@ def _backend(config: EngineConfig, device: str) -> str:
         return config.backend
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         raise ConfigError("--backend auto needs triton on CUDA: pip install triton")
-    return "triton" if device == "cuda" else "reference"
+    return auto_backend(torch.device(device))
 
 
 def _dtype(config: EngineConfig, device: str) -> str:

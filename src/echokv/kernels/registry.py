@@ -18,7 +18,7 @@ from echokv.memory.formats import IndexKeyFormat, RowFormat
 
 logger = get_logger(__name__)
 
-BACKENDS = ("reference", "triton")
+BACKENDS = ("reference", "triton", "cuda")
 
 OPS = {
     "encode_rows": "rows",
@@ -39,8 +39,72 @@ OPS = {
 }
 """Op -> the module that holds it, under the same name in every backend's folder."""
 
+CUDA_OPS = ("topk", "recall")
+"""Ops that have a CUDA C++ kernel; `--backend cuda` takes Triton's for the rest."""
+
+AUTO_ON_HOPPER = "triton"
+"""What "auto" takes on Hopper. The CUDA kernels are faster in every case that
+benchmarks/results/cuda_cache.json has but top-k of one row of a million, and pass their own tests;
+they become the choice when the engine's tests have passed with them on a GPU too."""
+
 REFERENCE_TOKEN_TILE = 32
 """Rows of a pass on the reference backend: always these many, so that shapes never change."""
+
+
+class FusedRecall(Protocol):
+    """A layer's cache management in one launch; contracts are in `kernels/cuda/recall.py`."""
+
+    def victim_workspace(self, layers: int, device: torch.device) -> tuple[Tensor, Tensor]: ...
+
+    def choose_victims(
+        self,
+        floor: Tensor,
+        priority: Tensor,
+        ready: Tensor,
+        cursors: Tensor,
+        ages: Tensor,
+        num_ready: int,
+    ) -> None: ...
+
+    def make_resident(
+        self,
+        host_slots: Tensor,
+        scores: Tensor,
+        floor: Tensor,
+        device_free: Tensor,
+        priority: Tensor,
+        device_to_host: Tensor,
+        host_to_device: Tensor,
+        ready: Tensor,
+        cursor: Tensor,
+        barrier: Tensor,
+        totals: Tensor,
+        host_rows: Tensor,
+        device_rows: Tensor,
+        device_slots: Tensor,
+        *,
+        num_ready: int,
+        lanes: int | None = None,
+    ) -> None: ...
+
+    def append_rows(
+        self,
+        host_slots: Tensor,
+        rows: Tensor,
+        floor: Tensor,
+        device_free: Tensor,
+        priority: Tensor,
+        device_to_host: Tensor,
+        host_to_device: Tensor,
+        ready: Tensor,
+        cursor: Tensor,
+        barrier: Tensor,
+        totals: Tensor,
+        host_rows: Tensor,
+        device_rows: Tensor,
+        *,
+        num_ready: int,
+    ) -> None: ...
 
 
 class Kernels(Protocol):
@@ -54,6 +118,11 @@ class Kernels(Protocol):
     @property
     def token_tile(self) -> int | None:
         """Rows that every pass must have (padded), or None when any number does."""
+        ...
+
+    @property
+    def fused(self) -> FusedRecall | None:
+        """Lookup, free, allocate, recall and translate as one op, where the backend has it."""
         ...
 
     def encode_rows(self, latent: Tensor, rope: Tensor, fmt: RowFormat) -> Tensor: ...
@@ -169,33 +238,72 @@ def load_kernels(backend: str, device: torch.device) -> Kernels:
     """Load every op of one backend for one device.
 
     Args:
-        backend: "reference", "triton", or "auto" (CUDA: triton, CPU: reference).
+        backend: "reference", "triton", "cuda", or "auto" (see `auto_backend`).
         device: where the tensors will live.
 
     Raises:
         KernelUnavailable: an unknown backend, or one that can't run on this device, and why.
     """
-    chosen = backend
-    if backend == "auto":
-        chosen = "triton" if device.type == "cuda" else "reference"
+    chosen = auto_backend(device) if backend == "auto" else backend
     if chosen not in BACKENDS:
         raise KernelUnavailable(f"--backend {backend!r} is not one of auto, {', '.join(BACKENDS)}")
-    if chosen == "triton":
-        _require_triton(device)
+    if chosen != "reference":
+        _require_triton(device, chosen)
+    if chosen == "cuda":
+        _load_cuda(device)
     functions = {
-        op: getattr(importlib.import_module(f"echokv.kernels.{chosen}.{module}"), op)
+        op: getattr(importlib.import_module(f"echokv.kernels.{folder_of(chosen, op)}.{module}"), op)
         for op, module in OPS.items()
     }
+    fused = importlib.import_module("echokv.kernels.cuda.recall") if chosen == "cuda" else None
     tile = REFERENCE_TOKEN_TILE if chosen == "reference" else None
     logger.info("kernels: %s on %s (asked for: %s)", chosen, device, backend)
-    return cast(Kernels, SimpleNamespace(name=chosen, token_tile=tile, **functions))
+    if chosen == "cuda":
+        rest = ", ".join(op for op in OPS if op not in CUDA_OPS)
+        logger.info("kernels: CUDA C++ for %s, fused recall; Triton for %s",
+                    ", ".join(CUDA_OPS), rest)  # fmt: skip
+    return cast(Kernels, SimpleNamespace(name=chosen, token_tile=tile, fused=fused, **functions))
 
 
-def _require_triton(device: torch.device) -> None:
+def auto_backend(device: torch.device) -> str:
+    """What "auto" means on a device: AUTO_ON_HOPPER, triton on other GPUs, reference on the CPU."""
+    if device.type != "cuda":
+        return "reference"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
+        return "triton"
+    if AUTO_ON_HOPPER != "cuda":
+        logger.info(
+            "kernels: auto takes %s; --backend cuda has CUDA C++ for %s and fused recall",
+            AUTO_ON_HOPPER,
+            ", ".join(CUDA_OPS),
+        )
+    return AUTO_ON_HOPPER
+
+
+def folder_of(backend: str, op: str) -> str:
+    """The folder of `echokv.kernels` that a backend takes an op from."""
+    return "triton" if backend == "cuda" and op not in CUDA_OPS else backend
+
+
+def _load_cuda(device: torch.device) -> None:
+    """Compile and load every CUDA kernel, so that nothing is left for the first step."""
+    from echokv.kernels.cuda.launch import require_hopper
+
+    require_hopper(device)
+    for op in CUDA_OPS:
+        module = importlib.import_module(f"echokv.kernels.cuda.{OPS[op]}")
+        module.MODULE.load(device, module.KERNELS)
+
+
+def _require_triton(device: torch.device, backend: str) -> None:
     try:
         import triton
     except ImportError as error:
-        raise KernelUnavailable(f"--backend triton: triton can't be imported: {error}") from error
+        raise KernelUnavailable(
+            f"--backend {backend}: triton can't be imported: {error}"
+        ) from error
+    if backend == "cuda" and device.type != "cuda":
+        raise KernelUnavailable(f"--backend cuda runs on cuda, not on {device.type}")
     if device.type == "cpu" and not _interpreting(triton):
         raise KernelUnavailable(
             "--backend triton on the CPU needs Triton's interpreter: set TRITON_INTERPRET=1"
@@ -203,7 +311,7 @@ def _require_triton(device: torch.device) -> None:
         )
     if device.type == "cuda" and not torch.cuda.is_available():
         raise KernelUnavailable(
-            f"--backend triton on {device}: torch {torch.__version__} sees no CUDA device"
+            f"--backend {backend} on {device}: torch {torch.__version__} sees no CUDA device"
         )
     if device.type not in ("cpu", "cuda"):
         raise KernelUnavailable(f"--backend triton runs on cuda, not on {device.type}")

@@ -1,0 +1,148 @@
+"""Cubins to running kernels: loads them on a device, launches them on torch's current stream.
+
+A launch is one driver call with one struct as its argument, so it can be captured into a graph and
+costs the CPU a few microseconds. Modules are loaded once a device, before any capture.
+"""
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+
+from echokv.errors import KernelUnavailable
+from echokv.kernels.cuda.build import load_cubin
+
+CAPABILITY = (9, 0)
+MAX_SHARED_BYTES = 227 * 1024
+"""What one thread block can have on Hopper."""
+
+
+class Arguments(ctypes.Structure):
+    """A kernel's one argument: its fields are laid out as the struct of the same name in C++."""
+
+
+def pointer(tensor: torch.Tensor) -> int:
+    """The address that a kernel gets; host memory must be pinned or registered."""
+    return tensor.data_ptr()
+
+
+@dataclass
+class CudaModule:
+    """One source's kernels, by name, on every device that has asked for them."""
+
+    name: str
+    threads: int  # a block, all kernels alike
+    _functions: dict[tuple[int, str], object] = field(default_factory=dict)
+
+    def load(self, device: torch.device, kernels: tuple[str, ...]) -> None:
+        """Compile if need be, and load onto a device.
+
+        Raises:
+            KernelUnavailable: it doesn't compile or load, with the reason.
+        """
+        from cuda.bindings import driver
+
+        torch.cuda.init()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes torch's context current
+            index = torch.cuda.current_device()
+            error, module = driver.cuModuleLoadData(load_cubin(self.name))
+            _require(error, f"loading {self.name}.cu")
+            for kernel in kernels:
+                error, function = driver.cuModuleGetFunction(module, kernel.encode())
+                _require(error, f"finding {kernel} in {self.name}.cu")
+                attribute = driver.CUfunction_attribute
+                (error,) = driver.cuFuncSetAttribute(
+                    function,
+                    attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    MAX_SHARED_BYTES,
+                )
+                _require(error, f"giving {kernel} {MAX_SHARED_BYTES} B of shared memory")
+                self._functions[index, kernel] = function
+
+    def launch(
+        self,
+        kernel: str,
+        arguments: Arguments,
+        device: torch.device,
+        *,
+        blocks: int,
+        blocks_y: int = 1,
+        shared_bytes: int = 0,
+        cluster: int = 1,
+    ) -> None:
+        """Launch on the device's current stream; loads the module if nothing has yet.
+
+        Args:
+            kernel: its name.
+            arguments: copied before this returns.
+            device: where its tensors live.
+            blocks: the grid in x.
+            blocks_y: the grid in y.
+            shared_bytes: dynamic shared memory of a block.
+            cluster: blocks of a cluster; divides `blocks`.
+
+        Raises:
+            RuntimeError: the driver refused, with its reason.
+        """
+        from cuda.bindings import driver
+
+        with torch.cuda.device(device):
+            index = torch.cuda.current_device()
+            if (index, kernel) not in self._functions:
+                self.load(device, (kernel,))
+            function = self._functions[index, kernel]
+            stream = torch.cuda.current_stream().cuda_stream
+            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+            address = ctypes.addressof(parameters)
+            if cluster == 1:
+                (error,) = driver.cuLaunchKernel(
+                    function, blocks, blocks_y, 1, self.threads, 1, 1, shared_bytes, stream,
+                    address, 0,
+                )  # fmt: skip
+            else:
+                config = _cluster_config(
+                    driver, blocks, blocks_y, self.threads, shared_bytes, stream, cluster
+                )
+                (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"launching {kernel} of {self.name}.cu: {_reason(driver, error)}")
+
+
+def require_hopper(device: torch.device) -> None:
+    """Raise unless the kernels of this folder can run on a device.
+
+    Raises:
+        KernelUnavailable: with what is there and what is needed.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != CAPABILITY[0]:
+        raise KernelUnavailable(
+            f"--backend cuda is built for compute capability 9.0 (Hopper), {device} is a"
+            f" {torch.cuda.get_device_name(device)} of {capability[0]}.{capability[1]}"
+        )
+
+
+def _cluster_config(driver, blocks, blocks_y, threads, shared_bytes, stream, cluster):
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x = cluster
+    attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, blocks_y, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared_bytes, stream
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def _require(error, what: str) -> None:
+    from cuda.bindings import driver
+
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise KernelUnavailable(f"{what}: {_reason(driver, error)}")
+
+
+def _reason(driver, error) -> str:
+    _, text = driver.cuGetErrorString(error)
+    return text.decode() if text else str(error)

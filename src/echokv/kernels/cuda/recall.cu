@@ -1,0 +1,533 @@
+// Making a selection resident, and choosing in advance who must leave for it.
+//
+// `make_resident` does lookup, eviction, allocation, mapping, copy and translation in one launch;
+// contract in recall.py. A warp owns the rows that its own entries miss: it claims them in the
+// mapping, sends for their bytes, takes the next names off the ready list, and only then waits for
+// the rest of the grid, since a row that somebody else selects must not leave. Blocks that miss
+// nothing don't wait at all.
+#include "device.cuh"
+
+#ifndef RECALL_THREADS
+#define RECALL_THREADS 512
+#endif
+constexpr u32 THREADS = RECALL_THREADS;
+constexpr u32 WARPS = THREADS / WARP;
+constexpr i32 NONE = -1;
+constexpr i32 PENDING = -2;  // in host_to_device: claimed, no device slot yet
+constexpr u32 SCORE_BITS = 3, SCORE_LEVELS = 7;
+constexpr u32 WORDS_PER_LANE = 3;  // of sixteen bytes; longer rows are not sent for ahead
+constexpr u32 LATE = 1u << 27;     // a place in the ready list that means "another's claim"
+
+enum Total { HITS, RECALLED, EVICTED, WRITTEN, ALLOCATED };  // columns of the manager's totals
+
+struct RecallShared {
+  u32 low[WARPS], high[WARPS];
+  u32 hits, recalled, evicted, allocated;
+  u32 missed;
+};
+
+// One layer, as kernels see it.
+struct Layer {
+  const i32* floor;     // [1]
+  i32* host_to_device;  // [N_H]
+  i32* priority;        // [N_G]
+  i32* device_to_host;  // [N_G]
+  u8* device_free;      // [N_G]
+  const i32* ready;     // [N_G], who leaves first
+  i32* cursor;          // [1], next of them
+  u64* totals;          // [5]
+  u32* barrier;         // [1]
+  u8* host_rows;        // [N_H, row_bytes]
+  u8* device_rows;      // [N_G, row_bytes]
+  i32 row_bytes;
+  i32 num_ready;
+};
+
+struct ResidentArguments {
+  Layer layer;
+  const i32* host_slots;  // [rows, k]
+  const float* scores;    // [rows, k]
+  i32* device_slots;      // [rows, k] out
+  i32 k;
+  i32 tiles;          // rows * tiles_per_row
+  i32 tiles_per_row;  // a tile is what a block looks at at once, of one row
+  i32 lanes;          // entries of a warp
+  i32 words_of_16;    // both pools are aligned to them
+  i32 pad;
+};
+
+struct RowWords {
+  Words words[WORDS_PER_LANE];
+};
+
+DEVICE RowWords load_row(const u8* from, u32 words, u32 lane) {
+  RowWords row;
+#pragma unroll
+  for (u32 i = 0; i < WORDS_PER_LANE; i++) {
+    row.words[i] = {0, 0, 0, 0};
+    if (lane + i * WARP < words) row.words[i] = load_row_words(from + (lane + i * WARP) * 16);
+  }
+  return row;
+}
+
+DEVICE void store_row(u8* to, const RowWords& row, u32 words, u32 lane) {
+#pragma unroll
+  for (u32 i = 0; i < WORDS_PER_LANE; i++)
+    if (lane + i * WARP < words) store_row_words(to + (lane + i * WARP) * 16, row.words[i]);
+}
+
+DEVICE void copy_row(u8* to, const u8* from, u32 row_bytes, bool words_of_16, u32 lane) {
+  if (words_of_16) {
+    for (u32 at = 0; at < row_bytes; at += WORDS_PER_LANE * WARP * 16) {
+      const u32 words = smaller((row_bytes - at) / 16, WORDS_PER_LANE * WARP);
+      store_row(to + at, load_row(from + at, words, lane), words, lane);
+    }
+    return;
+  }
+  for (u32 at = lane; at < row_bytes; at += WARP) to[at] = from[at];
+}
+
+// Priorities of a row's entries: the step, then the place of a score within the row's range.
+struct Range {
+  float low, high;
+};
+
+DEVICE Range range_of_row(const ResidentArguments& a, u32 row, RecallShared* shared, u32 thread) {
+  const i32* slots = a.host_slots + u64(row) * a.k;
+  const float* scores = a.scores + u64(row) * a.k;
+  u32 low = ALL_LANES, high = 0;
+#pragma unroll 4
+  for (u32 at = thread; at < u32(a.k); at += THREADS) {
+    if (slots[at] < 0) continue;
+    const u32 key = order_key(float_bits(scores[at]));
+    low = smaller(low, key);
+    high = high > key ? high : key;
+  }
+  low = __reduce_min_sync(ALL_LANES, low);
+  high = __reduce_max_sync(ALL_LANES, high);
+  block_sync();  // the row before is read
+  if (thread % WARP == 0) {
+    shared->low[thread / WARP] = low;
+    shared->high[thread / WARP] = high;
+  }
+  block_sync();
+  const u32 lane = thread % WARP;
+  low = __reduce_min_sync(ALL_LANES, lane < WARPS ? shared->low[lane] : ALL_LANES);
+  high = __reduce_max_sync(ALL_LANES, lane < WARPS ? shared->high[lane] : 0);
+  return {bits_float(order_bits(low)), bits_float(order_bits(high))};
+}
+
+DEVICE i32 level_of(float score, Range range) {
+  float place = (score - range.low) / (range.high - range.low);
+  if (!(place > 0)) place = 0;  // NaN too, as of 0 / 0
+  place *= SCORE_LEVELS;
+  return 1 + i32(place < SCORE_LEVELS - 1 ? place : SCORE_LEVELS - 1);
+}
+
+// An entry as its lane sees it.
+struct Entry {
+  u32 index;      // in host_slots
+  i32 host_slot;  // -1: none
+  i32 level;      // its priority
+  bool missing;   // absent when looked up
+  bool mine;      // and claimed here
+  u32 place;      // in the ready list, when mine
+  i32 victim;     // there, or -1
+  i32 owner;      // the host slot that the victim held
+};
+
+DEVICE void name_victim(const Layer& layer, Entry* entry) {
+  entry->victim = entry->place < u32(layer.num_ready) ? layer.ready[entry->place] : NONE;
+  entry->owner = entry->victim >= 0 ? layer.device_to_host[entry->victim] : NONE;
+}
+
+// Skip what is protected in this step, then take the victim's place in the mappings.
+DEVICE bool settle(const Layer& layer, Entry* entry, i32 floor) {
+  while (entry->victim >= 0 && load_shared_value(layer.priority + entry->victim) >= floor) {
+    entry->place = atomicAdd(layer.cursor, 1);
+    name_victim(layer, entry);
+  }
+  const i32 slot = entry->victim;
+  if (slot >= 0) {
+    if (entry->owner >= 0) store_shared_value(layer.host_to_device + entry->owner, NONE);
+    layer.device_to_host[slot] = entry->host_slot;
+    layer.device_free[slot] = 0;
+    store_shared_value(layer.priority + slot, entry->level);
+  }
+  store_release(layer.host_to_device + entry->host_slot, slot);
+  return slot >= 0;
+}
+
+// Entries of later tiles wait in device_slots, where their results will be.
+DEVICE i32 pack(u32 place, i32 level, i32 floor) {
+  return -2 - i32(place << SCORE_BITS | u32(level - floor));
+}
+
+DEVICE Entry entry_of(const ResidentArguments& a, u32 tile, u32 thread) {
+  const u32 row = tile / a.tiles_per_row, part = tile % a.tiles_per_row, lane = thread % WARP;
+  const u32 column = (part * WARPS + thread / WARP) * a.lanes + lane;
+  Entry entry = {};
+  entry.host_slot = entry.victim = entry.owner = NONE;
+  entry.index = ALL_LANES;
+  if (lane < u32(a.lanes) && column < u32(a.k)) {
+    entry.index = row * a.k + column;
+    entry.host_slot = a.host_slots[entry.index];
+  }
+  return entry;
+}
+
+DEVICE Entry unpack(const ResidentArguments& a, u32 tile, u32 thread, i32 floor) {
+  Entry entry = entry_of(a, tile, thread);
+  if (entry.host_slot < 0) return entry;
+  const i32 state = a.device_slots[entry.index];
+  entry.missing = state < NONE;
+  if (entry.missing) {
+    const u32 packed = u32(-2 - state);
+    entry.place = packed >> SCORE_BITS;
+    entry.level = floor + i32(packed & SCORE_LEVELS);
+    entry.mine = entry.place != LATE;
+    if (entry.mine) name_victim(a.layer, &entry);
+  }
+  return entry;
+}
+
+// Look an entry up: protect it where it is resident, claim it where it isn't.
+DEVICE void look_up(const ResidentArguments& a, Entry* entry, i32 found, i32 floor,
+                    RecallShared* shared, u32 lane) {
+  const bool wanted = entry->host_slot >= 0, hit = wanted && found >= 0;
+  bool first = false;
+  if (hit)
+    first = atomicMax(a.layer.priority + found, entry->level) <= floor && entry->level > floor;
+  entry->missing = wanted && !hit;
+  if (entry->missing)
+    entry->mine = atomicCAS(a.layer.host_to_device + entry->host_slot, NONE, PENDING) == NONE;
+  const u32 firsts = __ballot_sync(ALL_LANES, first);
+  if (lane == 0 && firsts != 0) atomicAdd(&shared->hits, __popc(firsts));
+  if (entry->index != ALL_LANES && !entry->missing)
+    a.device_slots[entry->index] = hit ? found : NONE;
+}
+
+// Places in the ready list for what the warp claimed.
+DEVICE void take_places(const ResidentArguments& a, Entry* entry, u32 claimed, u32 lane) {
+  if (claimed == 0) return;
+  u32 base = 0;
+  if (lane == 0) base = atomicAdd(a.layer.cursor, __popc(claimed));
+  base = __shfl_sync(ALL_LANES, base, 0);
+  entry->place = base + __popc(claimed & ((1u << lane) - 1));
+}
+
+DEVICE u32 without_lowest(u32 lanes) { return lanes & (lanes - 1); }
+
+DEVICE void copy_rest(const ResidentArguments& a, const Entry& entry, u32 lanes, u32 lane) {
+  for (; lanes != 0; lanes = without_lowest(lanes)) {
+    const u32 from = __ffs(lanes) - 1;
+    const i32 host_slot = __shfl_sync(ALL_LANES, entry.host_slot, from);
+    const i32 slot = __shfl_sync(ALL_LANES, entry.victim, from);
+    if (slot < 0) continue;
+    copy_row(a.layer.device_rows + u64(slot) * a.layer.row_bytes,
+             a.layer.host_rows + u64(host_slot) * a.layer.row_bytes, a.layer.row_bytes,
+             a.words_of_16, lane);
+  }
+}
+
+// Wait for a row that another entry claimed, and raise its priority.
+DEVICE void follow(const ResidentArguments& a, const Entry& entry) {
+  i32 slot;
+  do {
+    slot = load_acquire(a.layer.host_to_device + entry.host_slot);
+  } while (slot == PENDING);
+  if (slot >= 0) atomicMax(a.layer.priority + slot, entry.level);
+  a.device_slots[entry.index] = slot;
+}
+
+DEVICE void add_total(u64* totals, Total column, u32 value) {
+  if (value != 0) atomicAdd(totals + column, u64(value));
+}
+
+KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
+  RecallShared* shared = reinterpret_cast<RecallShared*>(shared_memory());
+  const u32 thread = thread_index(), lane = thread % WARP, block = block_index();
+  const i32 floor = *a.layer.floor;
+  const u32 words = a.layer.row_bytes / 16;
+  const bool ahead = a.words_of_16 && words <= WORDS_PER_LANE * WARP;
+  if (thread == 0) shared->hits = shared->recalled = shared->evicted = shared->allocated = 0;
+  block_sync();
+
+  Entry mine = {};
+  u32 claimed = 0;  // lanes of this warp that claimed a row, in the first tile
+  bool missed = false;
+  RowWords row_ahead = {};  // the first of them, on its way during the wait
+  for (u32 tile = block; tile < u32(a.tiles); tile += grid_size()) {
+    Entry entry = entry_of(a, tile, thread);
+    const float score = entry.host_slot >= 0 ? a.scores[entry.index] : 0;
+    const i32 found =
+        entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
+    const Range range = range_of_row(a, tile / a.tiles_per_row, shared, thread);
+    entry.level = floor + level_of(score, range);
+    look_up(a, &entry, found, floor, shared, lane);
+    missed = missed || entry.missing;
+    const u32 claims = __ballot_sync(ALL_LANES, entry.mine);
+    if (tile == block) {
+      claimed = claims;
+      if (ahead && claims != 0) {
+        const i32 host_slot = __shfl_sync(ALL_LANES, entry.host_slot, __ffs(claims) - 1);
+        row_ahead = load_row(a.layer.host_rows + u64(host_slot) * a.layer.row_bytes, words, lane);
+      }
+      take_places(a, &entry, claims, lane);
+      if (entry.mine) name_victim(a.layer, &entry);
+      mine = entry;
+    } else {
+      take_places(a, &entry, claims, lane);
+      if (entry.missing)
+        a.device_slots[entry.index] = pack(entry.mine ? entry.place : LATE, entry.level, floor);
+    }
+  }
+
+  const bool wait = block_any(missed);
+  u32 before = 0;
+  if (thread == 0) {
+    before = grid_arrive(a.layer.barrier, block, grid_size());
+    add_total(a.layer.totals, HITS, shared->hits);
+    if (wait) grid_wait(a.layer.barrier, before);
+  }
+  if (!wait) return;
+  block_sync();
+
+  u32 recalled = 0, evicted = 0, allocated = 0;  // of the warp
+  for (u32 tile = block; tile < u32(a.tiles); tile += grid_size()) {
+    const bool first = tile == block;
+    Entry entry = first ? mine : unpack(a, tile, thread, floor);
+    const u32 claims = first ? claimed : __ballot_sync(ALL_LANES, entry.mine);
+    const bool settled = entry.mine && settle(a.layer, &entry, floor);
+    if (entry.mine) a.device_slots[entry.index] = entry.victim;
+    recalled += __popc(claims);
+    allocated += __popc(__ballot_sync(ALL_LANES, settled));
+    evicted += __popc(__ballot_sync(ALL_LANES, settled && entry.owner >= 0));
+    u32 left = claims;
+    if (first && ahead && claims != 0) {
+      const i32 slot = __shfl_sync(ALL_LANES, entry.victim, __ffs(claims) - 1);
+      if (slot >= 0)
+        store_row(a.layer.device_rows + u64(slot) * a.layer.row_bytes, row_ahead, words, lane);
+      left = without_lowest(claims);
+    }
+    copy_rest(a, entry, left, lane);
+  }
+  for (u32 tile = block; tile < u32(a.tiles); tile += grid_size()) {
+    const Entry entry = tile == block ? mine : unpack(a, tile, thread, floor);
+    if (entry.missing && !entry.mine) follow(a, entry);
+  }
+  if (lane == 0 && recalled != 0) {
+    atomicAdd(&shared->recalled, recalled);
+    atomicAdd(&shared->evicted, evicted);
+    atomicAdd(&shared->allocated, allocated);
+  }
+  block_sync();
+  if (thread == 0) {
+    add_total(a.layer.totals, RECALLED, shared->recalled);
+    add_total(a.layer.totals, EVICTED, shared->evicted);
+    add_total(a.layer.totals, ALLOCATED, shared->allocated);
+  }
+}
+
+// New rows: to host always, and to the device slots that they take in this step. A warp a row.
+struct AppendArguments {
+  Layer layer;
+  const i32* host_slots;  // [rows], distinct
+  const u8* rows;         // [rows, row_bytes]
+  i32 num_rows;
+  i32 words_of_16;  // rows and both pools are aligned to them
+};
+
+KERNEL(RECALL_THREADS, 2) void append_rows(ARGUMENTS AppendArguments a) {
+  RecallShared* shared = reinterpret_cast<RecallShared*>(shared_memory());
+  const u32 thread = thread_index(), lane = thread % WARP;
+  const u32 index = block_index() * WARPS + thread / WARP;
+  const u32 row_bytes = a.layer.row_bytes, words = row_bytes / 16;
+  const bool ahead = a.words_of_16 && words <= WORDS_PER_LANE * WARP;
+  const i32 floor = *a.layer.floor;
+  const u8* from = a.rows + u64(index) * row_bytes;
+  if (thread == 0) shared->recalled = shared->evicted = shared->allocated = 0;
+  block_sync();
+
+  Entry entry = {};
+  entry.host_slot = index < u32(a.num_rows) ? a.host_slots[index] : NONE;
+  entry.level = floor;
+  const bool written = entry.host_slot >= 0;
+  RowWords row = {};
+  if (written && ahead) row = load_row(from, words, lane);
+  i32 slot = written ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
+  entry.missing = written && slot < 0;
+  if (lane == 0 && slot >= 0) atomicMax(a.layer.priority + slot, floor);
+  if (lane == 0 && entry.missing) {
+    entry.place = atomicAdd(a.layer.cursor, 1);
+    name_victim(a.layer, &entry);
+  }
+  if (written) {
+    u8* to = a.layer.host_rows + u64(u32(entry.host_slot)) * row_bytes;
+    if (ahead)
+      store_row(to, row, words, lane);
+    else
+      copy_row(to, from, row_bytes, a.words_of_16, lane);
+  }
+  const bool wait = block_any(entry.missing);
+  if (thread == 0) {
+    const u32 before = grid_arrive(a.layer.barrier, block_index(), grid_size());
+    if (wait) grid_wait(a.layer.barrier, before);
+  }
+  block_sync();
+
+  if (lane == 0 && entry.missing) {
+    const bool settled = settle(a.layer, &entry, floor);
+    slot = entry.victim;
+    atomicAdd(&shared->recalled, 1u);
+    if (settled) atomicAdd(&shared->allocated, 1u);
+    if (settled && entry.owner >= 0) atomicAdd(&shared->evicted, 1u);
+  }
+  slot = __shfl_sync(ALL_LANES, slot, 0);
+  if (slot >= 0) {
+    u8* to = a.layer.device_rows + u64(u32(slot)) * row_bytes;
+    if (ahead)
+      store_row(to, row, words, lane);
+    else
+      copy_row(to, from, row_bytes, a.words_of_16, lane);
+  }
+  block_sync();
+  if (thread == 0) {
+    add_total(a.layer.totals, WRITTEN, shared->recalled);
+    add_total(a.layer.totals, EVICTED, shared->evicted);
+    add_total(a.layer.totals, ALLOCATED, shared->allocated);
+  }
+}
+
+// Copying alone: one warp a row, over as many rows as there turn out to be.
+struct GatherArguments {
+  const i32* host_slots;   // [entries]
+  const i32* count;        // [1]
+  const i32* slot_buffer;  // [entries], -1 for none
+  const u8* host_rows;
+  u8* device_rows;
+  i32 row_bytes;
+  i32 words_of_16;
+};
+
+KERNEL(RECALL_THREADS, 2) void gather_rows(ARGUMENTS GatherArguments a) {
+  const u32 lane = thread_index() % WARP, warps = grid_size() * WARPS;
+  const u32 count = *a.count;
+  for (u32 at = thread_index() / WARP * grid_size() + block_index(); at < count; at += warps) {
+    const i32 slot = a.slot_buffer[at], host_slot = a.host_slots[at];
+    if (slot < 0) continue;
+    copy_row(a.device_rows + u64(slot) * a.row_bytes, a.host_rows + u64(host_slot) * a.row_bytes,
+             a.row_bytes, a.words_of_16, lane);
+  }
+}
+
+// Choosing victims: a counting sort of every layer's slots by age, oldest first, cut off at
+// num_ready. Free slots come first; what is protected never comes.
+constexpr u32 AGES = 8192;
+constexpr u32 AGES_SHARED = AGES * 4;
+constexpr u32 EACH = 16;  // slots a thread
+constexpr u32 SPAN = THREADS * EACH;
+
+struct VictimArguments {
+  const i32* floor;     // [1]
+  const i32* priority;  // [layers, slots]
+  i32* ready;           // [layers, slots] out
+  i32* cursor;          // [layers] out
+  u32* ages;            // [layers, 2, AGES]: counts, zero between calls, and starts
+  i32 slots;
+  i32 num_ready;
+};
+
+constexpr u32 NO_AGE = ALL_LANES;
+
+DEVICE u32 age_of(i32 priority, i32 floor) {
+  if (priority < 0) return AGES - 1;
+  if (priority >= floor) return NO_AGE;
+  return smaller(u32(floor - 1 - priority), AGES - 2);
+}
+
+DEVICE u32 age_at(const VictimArguments& a, u32 slot, i32 floor) {
+  if (slot >= u32(a.slots)) return NO_AGE;
+  return age_of(a.priority[u64(block_index_y()) * a.slots + slot], floor);
+}
+
+KERNEL(RECALL_THREADS, 2) void count_ages(ARGUMENTS VictimArguments a) {
+  u32* counts = reinterpret_cast<u32*>(shared_memory());
+  const u32 thread = thread_index();
+  const i32 floor = *a.floor;
+  for (u32 i = thread; i < AGES; i += THREADS) counts[i] = 0;
+  block_sync();
+  u32 ages[EACH];
+#pragma unroll
+  for (u32 i = 0; i < EACH; i++)
+    ages[i] = age_at(a, block_index() * SPAN + i * THREADS + thread, floor);
+#pragma unroll
+  for (u32 i = 0; i < EACH; i++)
+    if (ages[i] != NO_AGE) atomicAdd(&counts[ages[i]], 1u);
+  block_sync();
+  u32* target = a.ages + u64(block_index_y()) * 2 * AGES;
+  for (u32 i = thread; i < AGES; i += THREADS)
+    if (counts[i] != 0) atomicAdd(&target[i], counts[i]);
+}
+
+// One block a layer: where each age starts in the list, the oldest first.
+KERNEL(RECALL_THREADS, 1) void place_ages(ARGUMENTS VictimArguments a) {
+  u32* sums = reinterpret_cast<u32*>(shared_memory());
+  const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
+  const u64 layer = block_index_y();
+  u32* counts = a.ages + layer * 2 * AGES;
+  u32* starts = counts + AGES;
+  constexpr u32 MINE = AGES / THREADS;
+  const u32 lowest = AGES - (thread + 1) * MINE;  // a run of ages, read upwards, summed downwards
+  u32 mine[MINE], sum = 0, total, everyone;
+#pragma unroll
+  for (u32 i = 0; i < MINE; i++) {
+    mine[i] = counts[lowest + i];
+    sum += mine[i];
+  }
+  const u32 before_in_warp = lanes_before(sum, lane, &total);
+  if (lane == 0) sums[warp] = total;
+  block_sync();
+  const u32 warps_before = lanes_before(lane < WARPS ? sums[lane] : 0, lane, &everyone);
+  u32 before = before_in_warp + __shfl_sync(ALL_LANES, warps_before, warp);
+#pragma unroll
+  for (u32 i = MINE; i-- > 0;) {
+    starts[lowest + i] = before;
+    before += mine[i];
+    counts[lowest + i] = 0;
+  }
+  if (thread == 0) a.cursor[layer] = 0;
+  for (u32 at = everyone + thread; at < u32(a.num_ready); at += THREADS)
+    a.ready[layer * a.slots + at] = NONE;
+}
+
+KERNEL(RECALL_THREADS, 2) void fill_ready(ARGUMENTS VictimArguments a) {
+  u32* counts = reinterpret_cast<u32*>(shared_memory());
+  const u32 thread = thread_index();
+  const i32 floor = *a.floor;
+  for (u32 i = thread; i < AGES; i += THREADS) counts[i] = 0;
+  block_sync();
+  u32 ages[EACH], ranks[EACH];
+#pragma unroll
+  for (u32 i = 0; i < EACH; i++)
+    ages[i] = age_at(a, block_index() * SPAN + i * THREADS + thread, floor);
+#pragma unroll
+  for (u32 i = 0; i < EACH; i++)
+    if (ages[i] != NO_AGE) ranks[i] = atomicAdd(&counts[ages[i]], 1u);
+  block_sync();
+  u32* starts = a.ages + (u64(block_index_y()) * 2 + 1) * AGES;
+  for (u32 i = thread; i < AGES; i += THREADS) {
+    if (counts[i] == 0) continue;
+    // Starts only grow: one that is past the end stays there.
+    const u32 start = u32(load_shared_value(reinterpret_cast<const i32*>(starts + i)));
+    counts[i] = start < u32(a.num_ready) ? atomicAdd(&starts[i], counts[i]) : u32(a.num_ready);
+  }
+  block_sync();
+  i32* ready = a.ready + u64(block_index_y()) * a.slots;
+#pragma unroll
+  for (u32 i = 0; i < EACH; i++) {
+    if (ages[i] == NO_AGE) continue;
+    const u32 at = counts[ages[i]] + ranks[i];
+    if (at < u32(a.num_ready)) ready[at] = block_index() * SPAN + i * THREADS + thread;
+  }
+}

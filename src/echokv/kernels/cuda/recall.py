@@ -1,0 +1,352 @@
+"""A layer's recall in one launch, and the list of who leaves for it; `recall` itself as a gather.
+
+`make_resident` stands for lookup, free, allocate, recall and translate with the priorities of
+`score_priorities`. It takes victims from the front of a ready list that `choose_victims` has made
+for all layers at the start of the step, and passes over those that are protected by then.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from echokv.kernels.cache_args import check_entries, check_layer, check_pools, check_scalars
+from echokv.kernels.checks import check_tensor
+from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
+
+MODULE = CudaModule("recall", threads=512)
+KERNELS = ("make_resident", "append_rows", "gather_rows", "count_ages", "place_ages", "fill_ready")
+
+AGES = 8192
+"""Bins of age, eight a step: the ready list is exact for priorities of the last 1,023 steps; rows
+older than that count as equally old."""
+
+TOTALS = 5
+"""Columns of the totals: hits, recalled, evicted, written (left alone), allocated."""
+
+_WARPS = 16
+_SLOTS_PER_BLOCK = 512 * 16
+BLOCKS_PER_SM = 2
+"""Of `make_resident`, all at once; see the launch bounds in recall.cu."""
+
+_SHARED_BYTES = 4 * (2 * _WARPS + 8)
+_GATHER_BLOCKS = 264
+
+
+class Layer(Arguments):
+    """One layer's tensors; see recall.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "floor", "host_to_device", "priority", "device_to_host", "device_free", "ready",
+                "cursor", "totals", "barrier", "host_rows", "device_rows",
+            )
+        ),
+        ("row_bytes", ctypes.c_int32),
+        ("num_ready", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class ResidentArguments(Arguments):
+    """See recall.cu."""
+
+    _fields_ = (
+        ("layer", Layer),
+        *((name, ctypes.c_void_p) for name in ("host_slots", "scores", "device_slots")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("k", "tiles", "tiles_per_row", "lanes", "words_of_16", "pad")
+        ),
+    )
+
+
+class AppendArguments(Arguments):
+    """See recall.cu."""
+
+    _fields_ = (
+        ("layer", Layer),
+        ("host_slots", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int32),
+        ("words_of_16", ctypes.c_int32),
+    )
+
+
+class GatherArguments(Arguments):
+    """See recall.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("host_slots", "count", "slot_buffer", "host_rows", "device_rows")
+        ),
+        ("row_bytes", ctypes.c_int32),
+        ("words_of_16", ctypes.c_int32),
+    )
+
+
+class VictimArguments(Arguments):
+    """See recall.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("floor", "priority", "ready", "cursor", "ages")),
+        ("slots", ctypes.c_int32),
+        ("num_ready", ctypes.c_int32),
+    )
+
+
+def victim_workspace(layers: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scratch of `choose_victims` and `make_resident`: made once, then only they touch it.
+
+    Returns:
+        [layers, 2, AGES] int32 and [layers + 1] int32: a cursor into each layer's ready list, and
+        the barrier of `make_resident`; all zero at first.
+    """
+    ages = torch.zeros((layers, 2, AGES), dtype=torch.int32, device=device)
+    return ages, torch.zeros(layers + 1, dtype=torch.int32, device=device)
+
+
+def choose_victims(
+    floor: Tensor, priority: Tensor, ready: Tensor, cursors: Tensor, ages: Tensor, num_ready: int
+) -> None:
+    """List the slots of each layer in the order in which they may leave.
+
+    Free slots come first, then occupied ones by priority, lowest first; among equals any order.
+    Slots of priority >= floor aren't listed. After a list shorter than num_ready comes -1.
+
+    Args:
+        floor: [1] int32, lowest priority that is protected.
+        priority: [L, N_G] int32, -1 when free.
+        ready: [L, N_G] int32 out; entries at and past num_ready stay as they are.
+        cursors: [>= L] int32 out, 0: where in its list each layer is.
+        ages: [L, 2, AGES] int32, see `victim_workspace`.
+        num_ready: most rows that a layer may take in before the next call, at most N_G.
+    """
+    device, (layers, slots) = priority.device, priority.shape
+    check_tensor("priority", priority, (None, None), torch.int32)
+    check_tensor("ready", ready, (layers, slots), torch.int32, device=device)
+    check_tensor("ages", ages, (layers, 2, AGES), torch.int32, device=device)
+    check_tensor("cursors", cursors, (None,), torch.int32, device=device)
+    check_scalars(device, floor=floor)
+    if cursors.shape[0] < layers or not 0 < num_ready <= slots:
+        raise ValueError(
+            f"cursors must be at least [{layers}] and num_ready in [1, {slots}], got"
+            f" {list(cursors.shape)} and {num_ready}"
+        )
+    arguments = VictimArguments(
+        pointer(floor), pointer(priority), pointer(ready), pointer(cursors), pointer(ages),
+        slots, num_ready,
+    )  # fmt: skip
+    blocks = -(-slots // _SLOTS_PER_BLOCK)
+    grid = {"blocks": blocks, "blocks_y": layers, "shared_bytes": 4 * AGES}
+    MODULE.launch("count_ages", arguments, device, **grid)
+    MODULE.launch("place_ages", arguments, device, blocks=1, blocks_y=layers, shared_bytes=128)
+    MODULE.launch("fill_ready", arguments, device, **grid)
+
+
+def make_resident(
+    host_slots: Tensor,
+    scores: Tensor,
+    floor: Tensor,
+    device_free: Tensor,
+    priority: Tensor,
+    device_to_host: Tensor,
+    host_to_device: Tensor,
+    ready: Tensor,
+    cursor: Tensor,
+    barrier: Tensor,
+    totals: Tensor,
+    host_rows: Tensor,
+    device_rows: Tensor,
+    device_slots: Tensor,
+    *,
+    num_ready: int,
+    lanes: int | None = None,
+) -> None:
+    """Fetch what is missing of a selection, evicting as needed, and say where all of it is.
+
+    What `lookup`, `free`, `allocate`, `recall` and `translate` do in sequence with the priorities
+    of `score_priorities`, but for two freedoms: which free slot a row gets, and which of equally
+    old rows leave. Every missing row takes the next name on the ready list whose slot isn't
+    protected in this step. Where the list ends, the row stays absent: device slot -1, and it is
+    missing from totals[4].
+
+    Args:
+        host_slots: [T, k] int32, -1 for none; duplicates allowed.
+        scores: [T, k] float32; whatever where host_slots is -1.
+        floor: [1] int32, the step's clock << 3.
+        device_free: [N_G] uint8, 1 is free.
+        priority: [N_G] int32, -1 when free.
+        device_to_host: [N_G] int32, -1 for none.
+        host_to_device: [N_H] int32, -1 for absent.
+        ready: [N_G] int32, the layer's list from `choose_victims` in this step.
+        cursor: [1] int32, in place: names taken so far.
+        barrier: [1] int32 scratch; launches that may overlap need one each.
+        totals: [TOTALS] int64, in place: += distinct rows found, recalled, evicted, 0, allocated.
+        host_rows: [N_H, row_bytes] uint8, host memory that the device can read.
+        device_rows: [N_G, row_bytes] uint8.
+        device_slots: [T, k] int32 out, -1 exactly where host_slots is -1 or no room was left.
+        num_ready: length of the list, as given to `choose_victims`.
+        lanes: entries of a warp, at most 32; None: by the size of the selection.
+    """
+    device = priority.device
+    check_tensor("host_slots", host_slots, (None, None), torch.int32, device=device)
+    rows, k = host_slots.shape
+    check_tensor("scores", scores, (rows, k), torch.float32, device=device)
+    check_tensor("device_slots", device_slots, (rows, k), torch.int32, device=device)
+    layer = layer_of(
+        floor, device_free, priority, device_to_host, host_to_device, ready, cursor, barrier,
+        totals, host_rows, device_rows, num_ready,
+    )  # fmt: skip
+    if rows == 0 or k == 0:
+        return
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    plan = resident_plan(rows, k, sms, lanes)
+    arguments = ResidentArguments(
+        layer, pointer(host_slots), pointer(scores), pointer(device_slots), k, plan.tiles,
+        plan.tiles_per_row, plan.lanes, moves_16_bytes(host_rows, device_rows), 0,
+    )  # fmt: skip
+    MODULE.launch(
+        "make_resident", arguments, device, blocks=plan.blocks, shared_bytes=_SHARED_BYTES
+    )
+
+
+def append_rows(
+    host_slots: Tensor,
+    rows: Tensor,
+    floor: Tensor,
+    device_free: Tensor,
+    priority: Tensor,
+    device_to_host: Tensor,
+    host_to_device: Tensor,
+    ready: Tensor,
+    cursor: Tensor,
+    barrier: Tensor,
+    totals: Tensor,
+    host_rows: Tensor,
+    device_rows: Tensor,
+    *,
+    num_ready: int,
+) -> None:
+    """Write new rows to host and make them resident, evicting as needed.
+
+    What `lookup`, `free`, `allocate` and `write_rows` do in sequence, with every priority at the
+    floor, and with the freedoms of `make_resident`.
+
+    Args:
+        host_slots: [T] int32, distinct, -1 for rows to skip.
+        rows: [T, row_bytes] uint8.
+        floor: [1] int32; the rest as in `make_resident`.
+        device_free: [N_G] uint8.
+        priority: [N_G] int32.
+        device_to_host: [N_G] int32.
+        host_to_device: [N_H] int32.
+        ready: [N_G] int32.
+        cursor: [1] int32.
+        barrier: [1] int32.
+        totals: [TOTALS] int64, in place: += 0, 0, evicted, rows that were absent, allocated.
+        host_rows: [N_H, row_bytes] uint8, host memory that the device can write.
+        device_rows: [N_G, row_bytes] uint8.
+        num_ready: length of the list, as given to `choose_victims`.
+    """
+    device = priority.device
+    check_entries(device, host_slots)
+    shape = (host_slots.shape[0], device_rows.shape[1])
+    check_tensor("rows", rows, shape, torch.uint8, device=device)
+    layer = layer_of(
+        floor, device_free, priority, device_to_host, host_to_device, ready, cursor, barrier,
+        totals, host_rows, device_rows, num_ready,
+    )  # fmt: skip
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    most = BLOCKS_PER_SM * sms * _WARPS  # rows that resident blocks have a warp for
+    whole_words = moves_16_bytes(rows, host_rows, device_rows)
+    for start in range(0, shape[0], most):
+        count = min(most, shape[0] - start)
+        arguments = AppendArguments(
+            layer, pointer(host_slots[start:]), pointer(rows[start:]), count, whole_words
+        )
+        blocks = -(-count // _WARPS)
+        MODULE.launch("append_rows", arguments, device, blocks=blocks, shared_bytes=_SHARED_BYTES)
+
+
+def layer_of(
+    floor: Tensor,
+    device_free: Tensor,
+    priority: Tensor,
+    device_to_host: Tensor,
+    host_to_device: Tensor,
+    ready: Tensor,
+    cursor: Tensor,
+    barrier: Tensor,
+    totals: Tensor,
+    host_rows: Tensor,
+    device_rows: Tensor,
+    num_ready: int,
+) -> Layer:
+    """One layer's tensors, checked; see `make_resident`."""
+    device, slots = priority.device, device_rows.shape[0]
+    check_layer(device_free, priority, device_to_host, host_to_device, ready)
+    check_tensor("priority", priority, (slots,), torch.int32)
+    check_tensor("host_to_device", host_to_device, (host_rows.shape[0],), torch.int32)
+    check_tensor("totals", totals, (TOTALS,), torch.int64, device=device)
+    check_scalars(device, floor=floor, cursor=cursor, barrier=barrier)
+    check_pools(host_rows, device_rows)
+    return Layer(
+        pointer(floor), pointer(host_to_device), pointer(priority), pointer(device_to_host),
+        pointer(device_free), pointer(ready), pointer(cursor), pointer(totals), pointer(barrier),
+        pointer(host_rows), pointer(device_rows), device_rows.shape[1], num_ready,
+    )  # fmt: skip
+
+
+def recall(
+    host_slots: Tensor, count: Tensor, slot_buffer: Tensor, host_rows: Tensor, device_rows: Tensor
+) -> None:
+    """device_rows[slot_buffer[i]] = host_rows[host_slots[i]]; see `reference.recall`."""
+    device, slots = device_rows.device, device_rows.shape[0]
+    check_pools(host_rows, device_rows)
+    check_entries(device, host_slots)
+    check_tensor("slot_buffer", slot_buffer, (slots,), torch.int32, device=device)
+    check_scalars(device, count=count)
+    entries = host_slots.shape[0]
+    if entries == 0:
+        return
+    arguments = GatherArguments(
+        pointer(host_slots), pointer(count), pointer(slot_buffer), pointer(host_rows),
+        pointer(device_rows), device_rows.shape[1], moves_16_bytes(host_rows, device_rows),
+    )  # fmt: skip
+    blocks = min(-(-entries // _WARPS), _GATHER_BLOCKS)
+    MODULE.launch("gather_rows", arguments, device, blocks=blocks)
+
+
+class ResidentPlan:
+    """How a selection is cut up: a tile is one block's share, of one row."""
+
+    def __init__(self, rows: int, k: int, lanes: int, most_blocks: int, warps: int) -> None:
+        self.lanes = lanes
+        self.tiles_per_row = -(-k // (warps * lanes))
+        self.tiles = rows * self.tiles_per_row
+        self.blocks = min(self.tiles, most_blocks)
+
+
+def resident_plan(
+    rows: int, k: int, sms: int, lanes: int | None = None, warps: int = _WARPS
+) -> ResidentPlan:
+    """Few entries a warp, since a warp copies what its own entries miss; one block an SM if it can.
+
+    All blocks are resident at once, which the wait inside relies on.
+    """
+    most = BLOCKS_PER_SM * sms
+    if lanes is not None:
+        return ResidentPlan(rows, k, lanes, most, warps)
+    for few in (4, 8, 16, 32):
+        plan = ResidentPlan(rows, k, few, most, warps)
+        if plan.tiles <= sms:
+            break
+    return plan
+
+
+def moves_16_bytes(*pools: Tensor) -> int:
+    """Whether rows start at, and are made of, sixteen-byte words."""
+    return int(all(pool.shape[1] % 16 == 0 and pool.data_ptr() % 16 == 0 for pool in pools))

@@ -1,0 +1,287 @@
+// CUDA on one CPU thread, for tests: every CUDA thread is a fiber, and a random one runs next.
+//
+// Stands in for the hardware half of kernels/cuda/device.cuh. Fibers change at barriers, warp
+// operations and accesses to memory that blocks race on, so random seeds explore interleavings;
+// memory itself is sequentially consistent here, which the hardware's is not.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#define KERNEL(threads, blocks_per_sm) static
+#define ARGUMENTS const
+#define DEVICE static inline
+
+struct alignas(16) Words {
+  u32 x, y, z, w;
+};
+
+namespace emulated {
+constexpr size_t STACK = 64 << 10;
+
+struct Warp {
+  u64 slot[2][32];
+  u32 arrived[2] = {0, 0}, left[2] = {0, 0};
+};
+struct Barrier {
+  u32 arrived = 0, generation = 0, flags[2] = {0, 0};
+};
+struct Block {
+  std::vector<u8> shared;
+  Barrier barrier;
+  std::vector<Warp> warps;
+  u32 running = 0;
+};
+struct Cluster {
+  Barrier barrier;
+  u32 running = 0;
+};
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  u32 thread, block;
+  u32 operations = 0, cluster_target = 0;
+  bool done = false;
+};
+
+struct Grid {
+  u32 blocks, blocks_y, threads, cluster;
+  std::vector<Block> block;
+  std::vector<Cluster> clusters;
+  std::vector<Fiber> fibers;
+  std::function<void()> body;
+  std::mt19937 random;
+  ucontext_t scheduler;
+  Fiber* now = nullptr;
+};
+inline Grid* grid = nullptr;
+
+inline void yield() { swapcontext(&grid->now->context, &grid->scheduler); }
+inline void maybe_yield() {
+  if (grid->random() % 4 == 0) yield();
+}
+inline Block& block() { return grid->block[grid->now->block]; }
+inline u32 lane() { return grid->now->thread % 32; }
+
+inline void entry() {
+  grid->body();
+  grid->now->done = true;
+  grid->block[grid->now->block].running--;
+  yield();
+}
+
+// All lanes of the warp bring a value; each gets everybody's.
+inline const u64* meet(u64 value) {
+  Warp& warp = block().warps[grid->now->thread / 32];
+  const u32 side = grid->now->operations++ % 2;
+  while (warp.arrived[side] == 32) yield();  // the meeting before the last is not over
+  warp.slot[side][lane()] = value;
+  warp.arrived[side]++;
+  while (warp.arrived[side] != 32) yield();
+  static thread_local u64 copies[32];
+  std::copy(warp.slot[side], warp.slot[side] + 32, copies);
+  if (++warp.left[side] == 32) warp.arrived[side] = warp.left[side] = 0;
+  return copies;
+}
+
+inline bool block_barrier(bool flag) {
+  Barrier& barrier = block().barrier;
+  const u32 generation = barrier.generation;
+  barrier.flags[generation % 2] |= flag;
+  if (++barrier.arrived == grid->threads) {
+    barrier.arrived = 0;
+    barrier.generation++;
+    barrier.flags[barrier.generation % 2] = 0;
+    return barrier.flags[generation % 2];
+  }
+  while (barrier.generation == generation) yield();
+  return barrier.flags[generation % 2];
+}
+
+inline void launch(u32 blocks, u32 blocks_y, u32 threads, u32 cluster, size_t shared, u32 seed,
+                   std::function<void()> body) {
+  Grid mine;
+  mine.blocks = blocks, mine.blocks_y = blocks_y, mine.threads = threads, mine.cluster = cluster;
+  mine.body = body;
+  mine.random.seed(seed);
+  mine.block.resize(blocks * blocks_y);
+  mine.clusters.resize(blocks * blocks_y / cluster);
+  mine.fibers.resize(size_t(blocks) * blocks_y * threads);
+  grid = &mine;
+  for (Block& one : mine.block) {
+    one.shared.resize(shared + 16, 0xdb);  // poison
+    one.warps.resize(threads / 32);
+    one.running = threads;
+  }
+  for (size_t i = 0; i < mine.fibers.size(); i++) {
+    Fiber& fiber = mine.fibers[i];
+    fiber.thread = i % threads, fiber.block = i / threads;
+    fiber.stack.reset(new char[STACK]);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = STACK;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, reinterpret_cast<void (*)()>(entry), 0);
+  }
+  // Warps are picked at random, lanes of a warp in random order: cheap, and races still happen.
+  std::vector<u32> warps(mine.fibers.size() / 32);
+  for (u32 i = 0; i < warps.size(); i++) warps[i] = i;
+  while (!warps.empty()) {
+    const u32 at = mine.random() % warps.size(), warp = warps[at], skew = mine.random();
+    bool alive = false;
+    for (u32 i = 0; i < 32; i++) {
+      Fiber& fiber = mine.fibers[warp * 32 + ((i * 5 + skew) % 32)];
+      if (fiber.done) continue;
+      mine.now = &fiber;
+      swapcontext(&mine.scheduler, &fiber.context);
+      alive = true;
+    }
+    if (!alive) {
+      warps[at] = warps.back();
+      warps.pop_back();
+    }
+  }
+  grid = nullptr;
+}
+}  // namespace emulated
+
+DEVICE u8* shared_memory() {
+  return reinterpret_cast<u8*>((reinterpret_cast<u64>(emulated::block().shared.data()) + 15) / 16 *
+                               16);
+}
+DEVICE u32 thread_index() { return emulated::grid->now->thread; }
+DEVICE u32 block_index() { return emulated::grid->now->block % emulated::grid->blocks; }
+DEVICE u32 block_index_y() { return emulated::grid->now->block / emulated::grid->blocks; }
+DEVICE u32 grid_size() { return emulated::grid->blocks; }
+DEVICE void block_sync() { emulated::block_barrier(false); }
+DEVICE bool block_any(bool flag) { return emulated::block_barrier(flag); }
+
+DEVICE u32 cluster_size() { return emulated::grid->cluster; }
+DEVICE u32 cluster_rank() { return block_index() % cluster_size(); }
+DEVICE emulated::Barrier& cluster_barrier() {
+  return emulated::grid->clusters[block_index() / cluster_size()].barrier;
+}
+DEVICE void cluster_arrive() {
+  emulated::Barrier& barrier = cluster_barrier();
+  emulated::grid->now->cluster_target = barrier.generation + 1;
+  if (++barrier.arrived == emulated::grid->threads * cluster_size()) {
+    barrier.arrived = 0;
+    barrier.generation++;
+  }
+}
+DEVICE void cluster_wait() {
+  while (cluster_barrier().generation < emulated::grid->now->cluster_target) emulated::yield();
+}
+template <typename T>
+DEVICE T* peer(T* mine, u32 rank) {
+  const u64 offset = reinterpret_cast<u8*>(mine) - shared_memory();
+  emulated::Block& other =
+      emulated::grid->block[block_index() / cluster_size() * cluster_size() + rank];
+  const u64 base = (reinterpret_cast<u64>(other.shared.data()) + 15) / 16 * 16;
+  return reinterpret_cast<T*>(base + offset);
+}
+
+DEVICE u32 __shfl_sync(u32, u32 value, u32 from) { return u32(emulated::meet(value)[from % 32]); }
+DEVICE i32 __shfl_sync(u32, i32 value, u32 from) {
+  return i32(emulated::meet(u32(value))[from % 32]);
+}
+DEVICE u32 __shfl_up_sync(u32, u32 value, u32 by) {
+  const u64* all = emulated::meet(value);
+  return emulated::lane() >= by ? u32(all[emulated::lane() - by]) : value;
+}
+DEVICE u32 __ballot_sync(u32, bool flag) {
+  const u64* all = emulated::meet(flag);
+  u32 bits = 0;
+  for (u32 i = 0; i < 32; i++) bits |= u32(all[i]) << i;
+  return bits;
+}
+DEVICE bool __all_sync(u32, bool flag) { return __ballot_sync(ALL_LANES, flag) == ALL_LANES; }
+DEVICE bool __any_sync(u32, bool flag) { return __ballot_sync(ALL_LANES, flag) != 0; }
+DEVICE u32 __reduce_add_sync(u32, u32 value) {
+  const u64* all = emulated::meet(value);
+  u32 sum = 0;
+  for (u32 i = 0; i < 32; i++) sum += u32(all[i]);
+  return sum;
+}
+DEVICE u32 __reduce_min_sync(u32, u32 value) {
+  const u64* all = emulated::meet(value);
+  return u32(*std::min_element(all, all + 32));
+}
+DEVICE u32 __reduce_max_sync(u32, u32 value) {
+  const u64* all = emulated::meet(value);
+  return u32(*std::max_element(all, all + 32));
+}
+DEVICE u32 __popc(u32 bits) { return __builtin_popcount(bits); }
+DEVICE u32 __ffs(u32 bits) { return __builtin_ffs(bits); }
+
+template <typename T, typename V>
+DEVICE T atomicAdd(T* to, V value) {
+  emulated::maybe_yield();
+  const T old = *to;
+  *to = old + T(value);
+  return old;
+}
+DEVICE i32 atomicMax(i32* to, i32 value) {
+  emulated::maybe_yield();
+  const i32 old = *to;
+  *to = std::max(old, value);
+  return old;
+}
+DEVICE i32 atomicCAS(i32* to, i32 expected, i32 value) {
+  emulated::maybe_yield();
+  const i32 old = *to;
+  if (old == expected) *to = value;
+  return old;
+}
+
+DEVICE i32 load_shared_value(const i32* from) {
+  emulated::maybe_yield();
+  return *from;
+}
+DEVICE i32 load_acquire(const i32* from) {
+  emulated::yield();  // waited on
+  return *from;
+}
+DEVICE void store_release(i32* to, i32 value) {
+  *to = value;
+  emulated::maybe_yield();
+}
+DEVICE void store_shared_value(i32* to, i32 value) {
+  *to = value;
+  emulated::maybe_yield();
+}
+DEVICE Words load_words(const void* from) {
+  if (reinterpret_cast<u64>(from) % 16 != 0) std::abort();  // as the hardware does
+  Words words;
+  std::memcpy(&words, from, 16);
+  return words;
+}
+DEVICE void store_words(void* to, Words words) {
+  if (reinterpret_cast<u64>(to) % 16 != 0) std::abort();
+  std::memcpy(to, &words, 16);
+}
+DEVICE Words load_row_words(const void* from) { return load_words(from); }
+DEVICE void store_row_words(void* to, Words words) { store_words(to, words); }
+DEVICE u32 float_bits(float value) {
+  u32 bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+DEVICE float bits_float(u32 bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+DEVICE u32 grid_arrive(u32* counter, u32 block, u32 blocks) {
+  return atomicAdd(counter, block == 0 ? 0x80000000u - (blocks - 1) : 1u);
+}
+DEVICE void grid_wait(u32* counter, u32 before) {
+  while (((*counter ^ before) >> 31) == 0) emulated::yield();
+}

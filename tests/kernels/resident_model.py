@@ -1,0 +1,175 @@
+"""One layer through `make_resident`, on whatever runs it, against the plain Python model.
+
+Which of equally old rows leave, and which slot a row gets, is free; all else must be exact: what
+is found, recalled, evicted and allocated, the priorities of those who leave, the mappings, the
+rows' bytes, and where each entry is said to be.
+"""
+
+import random
+from collections import Counter
+from typing import Any, Protocol
+
+import torch
+from tests.kernels.cache_model import LayerModel, LayerTensors
+from torch import Tensor
+
+from echokv.kernels.cuda.recall import AGES, TOTALS
+from echokv.kernels.reference.priorities import score_priorities
+
+
+class FusedOps(Protocol):
+    """`kernels.cuda.recall`, or the emulator."""
+
+    choose_victims: Any
+    make_resident: Any
+    append_rows: Any
+
+
+class LayerUnderTest:
+    """The tensors of one layer and its pools, filled to match a model."""
+
+    def __init__(self, model: LayerModel, device: torch.device, row_bytes: int = 48) -> None:
+        self.model, self.device = model, device
+        self.tensors = LayerTensors.of(model, device)
+        host_rows = torch.randint(0, 256, (model.host_slots, row_bytes), dtype=torch.uint8)
+        self.host_rows = host_rows.pin_memory() if device.type == "cuda" else host_rows
+        self.device_rows = torch.full(
+            (model.device_slots, row_bytes), 0xDB, dtype=torch.uint8, device=device
+        )
+        for slot, (owner, _) in model.held.items():
+            self.device_rows[slot] = host_rows[owner].to(device)
+        self.ages = torch.zeros((1, 2, AGES), dtype=torch.int32, device=device)
+        self.cursor_and_barrier = torch.zeros(2, dtype=torch.int32, device=device)
+        self.totals = torch.zeros(TOTALS, dtype=torch.int64, device=device)
+
+    def choose(self, ops: FusedOps, floor: int, num_ready: int) -> list[int]:
+        """Make the ready list and check its order; returns it."""
+        self.tensors.slot_buffer.fill_(-77)
+        ops.choose_victims(
+            torch.tensor([floor], dtype=torch.int32, device=self.device),
+            self.tensors.priority[None],
+            self.tensors.slot_buffer[None],
+            self.cursor_and_barrier[:1].fill_(-77),
+            self.ages,
+            num_ready,
+        )
+        ready = self.tensors.slot_buffer.tolist()
+        assert self.cursor_and_barrier.tolist()[0] == 0
+        assert not self.ages[:, 0].any()
+        assert ready[num_ready:] == [-77] * (len(ready) - num_ready)
+        levels = self.tensors.priority.tolist()
+        # Ages beyond the bins are alike.
+        rank = [max(level, floor - AGES + 1) if level >= 0 else -1 for level in levels]
+        may_go = sorted(rank[slot] for slot in range(len(rank)) if levels[slot] < floor)
+        listed = [slot for slot in ready[:num_ready] if slot != -1]
+        assert len(set(listed)) == len(listed) == min(num_ready, len(may_go))
+        assert ready[len(listed) : num_ready] == [-1] * (num_ready - len(listed))
+        assert [rank[slot] for slot in listed] == may_go[: len(listed)]
+        return listed
+
+    def fetch(
+        self, ops: FusedOps, wanted: Tensor, scores: Tensor, floor: int, num_ready: int, **plan: Any
+    ) -> None:
+        """One `make_resident`, then every check."""
+        tensors, model = self.tensors, self.model
+        found = torch.full_like(wanted, -77)
+        before = dict(model.held)
+        ops.make_resident(
+            wanted.to(self.device),
+            scores.to(self.device),
+            torch.tensor([floor], dtype=torch.int32, device=self.device),
+            *tensors.mappings(),
+            tensors.slot_buffer,
+            self.cursor_and_barrier[:1],
+            self.cursor_and_barrier[1:],
+            self.totals.zero_(),
+            self.host_rows,
+            self.device_rows,
+            found := found.to(self.device),
+            num_ready=num_ready,
+            **plan,
+        )
+        slots = wanted.flatten().tolist()
+        levels = expected_levels(wanted, scores, floor)
+        missing, hits = model.lookup(slots, levels, floor)
+        victims = model.free(len(missing), floor)
+        given = model.allocate(missing, floor)
+        model.translate(slots, levels)
+        assert self.totals.tolist() == [hits, len(missing), len(victims), 0, len(given)]
+        self._check_state(before, wanted.flatten().tolist(), found.flatten().tolist(), floor)
+        model.held = self._held()  # the freedoms that were taken
+
+    def append(self, ops: FusedOps, host_slots: list[int], floor: int, num_ready: int) -> None:
+        """One `append_rows` of random rows, then every check."""
+        model, before = self.model, dict(self.model.held)
+        rows = torch.randint(0, 256, (len(host_slots), self.host_rows.shape[1]), dtype=torch.uint8)
+        want = self.host_rows.clone()
+        for slot, row in zip(host_slots, rows, strict=True):
+            if slot >= 0:
+                want[slot] = row
+        ops.append_rows(
+            torch.tensor(host_slots, dtype=torch.int32, device=self.device),
+            rows.to(self.device),
+            torch.tensor([floor], dtype=torch.int32, device=self.device),
+            *self.tensors.mappings(),
+            self.tensors.slot_buffer,
+            self.cursor_and_barrier[:1],
+            self.cursor_and_barrier[1:],
+            self.totals.zero_(),
+            self.host_rows,
+            self.device_rows,
+            num_ready=num_ready,
+        )
+        levels = [floor] * len(host_slots)
+        missing, _ = model.lookup(host_slots, levels, floor)
+        victims = model.free(len(missing), floor)
+        given = model.allocate(missing, floor)
+        assert self.totals.tolist() == [0, 0, len(victims), len(missing), len(given)]
+        assert torch.equal(self.host_rows, want)
+        where = {owner: slot for slot, (owner, _) in self._held().items()}
+        self._check_state(before, host_slots, [where.get(slot, -1) for slot in host_slots], floor)
+        model.held = self._held()
+
+    def _held(self) -> dict[int, tuple[int, int]]:
+        owners = self.tensors.device_to_host.tolist()
+        levels = self.tensors.priority.tolist()
+        return {slot: (owner, levels[slot]) for slot, owner in enumerate(owners) if owner >= 0}
+
+    def _check_state(
+        self, before: dict[int, tuple[int, int]], wanted: list[int], found: list[int], floor: int
+    ) -> None:
+        held, model = self._held(), self.model
+        LayerTensors.assert_is(self.tensors, LayerModel(model.device_slots, model.host_slots, held))
+        oldest = floor - AGES + 1
+        assert Counter(max(level, oldest) for _, level in held.values()) == Counter(
+            max(level, oldest) for _, level in model.held.values()
+        )
+        selected = set(wanted) - {-1}
+        assert {o: v for o, v in held.values() if o in selected} == {
+            o: v for o, v in model.held.values() if o in selected
+        }
+        for slot, (owner, level) in before.items():  # protected rows stay where they are
+            if owner in selected or level >= floor:
+                assert held[slot][0] == owner
+        where = {owner: slot for slot, (owner, _) in held.items()}
+        assert found == [where.get(slot, -1) for slot in wanted]
+        resident = torch.tensor(sorted(held), dtype=torch.long)
+        owners = torch.tensor([held[slot][0] for slot in sorted(held)], dtype=torch.long)
+        assert torch.equal(self.device_rows.cpu()[resident], self.host_rows[owners])
+
+
+def expected_levels(wanted: Tensor, scores: Tensor, floor: int) -> list[int]:
+    """`score_priorities` of the reference."""
+    priorities = torch.empty_like(wanted)
+    clock = torch.tensor([floor >> 3], dtype=torch.int32)
+    score_priorities(clock, scores, wanted, priorities)
+    return priorities.flatten().tolist()
+
+
+def selection(rng: random.Random, pool: list[int], rows: int, k: int) -> Tensor:
+    """Rows of host slots from a pool: duplicates within and across rows, -1 at their ends."""
+    wanted = torch.full((rows, k), -1, dtype=torch.int32)
+    for row in wanted:
+        count = rng.choice([0, 1, k // 2, k, k])
+        row[:count] = torch.tensor([rng.choice(pool) for _ in range(count)], dtype=torch.int32)
+    return wanted

@@ -1,0 +1,87 @@
+"""Every CUDA kernel compiles for Hopper, without a GPU and without spilling registers."""
+
+from pathlib import Path
+
+import pytest
+
+from echokv.errors import KernelUnavailable
+from echokv.kernels.cuda import build, recall, topk
+
+SOURCES = {"topk": topk, "recall": recall}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_kernels_compile_without_spills(name: str) -> None:
+    cubin, usage = build.compile_cubin(name)
+    assert cubin[:4] == b"\x7fELF"
+    assert {kernel.name for kernel in usage} == set(SOURCES[name].KERNELS)
+    assert [kernel for kernel in usage if kernel.spilled_bytes or kernel.stack_bytes] == []
+    threads = SOURCES[name].MODULE.threads
+    assert all(kernel.registers * threads <= 65536 for kernel in usage)
+
+
+def test_as_many_blocks_are_resident_as_make_resident_waits_for() -> None:
+    _, usage = build.compile_cubin("recall")
+    registers = next(kernel.registers for kernel in usage if kernel.name == "make_resident")
+    assert registers * recall.MODULE.threads * recall.BLOCKS_PER_SM <= 65536
+
+
+def test_every_source_is_tested() -> None:
+    assert {path.stem for path in build.FOLDER.glob("*.cu")} == set(SOURCES)
+    assert {path.name for path in build.FOLDER.glob("*.cuh")} == set(build.HEADERS)
+
+
+def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHOKV_CACHE_DIR", str(tmp_path / "cubins"))
+    first = build.load_cubin("topk")
+    kept = list((tmp_path / "cubins").iterdir())
+    assert [path.read_bytes() for path in kept] == [first]
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} was compiled again")
+
+    monkeypatch.setattr(build, "compile_cubin", refuse)
+    assert build.load_cubin("topk") == first
+
+
+def test_another_source_is_another_cubin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when only a header changed."""
+    for path in build.FOLDER.glob("*.cu*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setenv("ECHOKV_CACHE_DIR", str(tmp_path / "cubins"))
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    build.load_cubin("topk")
+    with (tmp_path / "device.cuh").open("a") as file:
+        file.write("// changed\n")
+    build.load_cubin("topk")
+    assert len(list((tmp_path / "cubins").iterdir())) == 2
+
+
+def test_what_does_not_compile_is_an_error_with_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "device.cuh").write_text("")
+    (tmp_path / "broken.cu").write_text("int f() { return nonsense; }\n")
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    with pytest.raises(KernelUnavailable, match=r"(?s)broken.cu doesn't compile .*nonsense"):
+        build.compile_cubin("broken")
+
+
+@pytest.mark.parametrize("width", [1, 64, 4096, 98_304, 1_000_003])
+@pytest.mark.parametrize("rows", [1, 13, 64, 5000])
+def test_topk_covers_every_row_within_shared_memory(rows: int, width: int) -> None:
+    cluster = topk.cluster_size(rows, width, 132)
+    chunk, cached, shared_bytes = topk.part_of_row(width, cluster)
+    assert cluster in (1, 2, 4, 8)
+    assert chunk * cluster >= width
+    assert chunk % 4 == cached % 4 == 0
+    assert shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("rows", [1, 13, 64, 300])
+@pytest.mark.parametrize("k", [1, 64, 2048, 2049])
+def test_make_resident_covers_every_entry_with_blocks_that_fit(rows: int, k: int) -> None:
+    plan = recall.resident_plan(rows, k, 132)
+    assert plan.tiles_per_row * plan.lanes * recall.MODULE.threads // 32 >= k
+    assert plan.tiles == rows * plan.tiles_per_row
+    assert plan.blocks == min(plan.tiles, 132 * recall.BLOCKS_PER_SM)

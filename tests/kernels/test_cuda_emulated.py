@@ -1,0 +1,186 @@
+"""The CUDA kernels' logic without a GPU: the same sources, threads as fibers in random order."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels import cuda_emulator
+from tests.kernels.cache_model import LayerModel, random_layer
+from tests.kernels.cuda_emulator import Emulator
+from tests.kernels.resident_model import LayerUnderTest, selection
+from tests.kernels.test_topk import DISTRIBUTIONS, oracle
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("emulator"))
+
+
+def check_topk(emulator: Emulator, scores: torch.Tensor, lens: list[int], k: int, **plan: Any):
+    positions, kth = emulator.topk(scores, torch.tensor(lens, dtype=torch.int32), k, **plan)
+    for row, length in enumerate(lens):
+        want, want_kth = oracle(scores[row, : max(0, length)].tolist(), k)
+        assert positions[row].tolist() == want, f"row {row} of length {length}"
+        assert kth[row].item() == want_kth
+        assert kth[row].item() != 0 or not torch.signbit(kth[row])
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_topk_equals_sorting(emulator: Emulator, name: str) -> None:
+    """A row on a cluster of four, of which each block keeps part and reads the rest again."""
+    k, width = 300, 3001  # rows start at any multiple of four bytes
+    lens = [k - 1, k, k + 1, 3001, 2047, 4000]
+    scores = torch.stack([DISTRIBUTIONS[name](width) for _ in lens])
+    for row, length in enumerate(lens):
+        scores[row, length:] = torch.nan if row % 2 else torch.inf
+    check_topk(emulator, scores, lens, k, cluster=4, cached=512)
+
+
+@pytest.mark.parametrize("k", [1, 63, 2048, 5000])
+@pytest.mark.parametrize("cluster", [1, 2, 8])
+def test_topk_on_clusters_of_any_size(emulator: Emulator, k: int, cluster: int) -> None:
+    lens = [4100, 0, 70, -3]
+    scores = torch.randn(len(lens), 4100).round(decimals=1)
+    check_topk(emulator, scores, lens, k, cluster=cluster, cached=4100)
+
+
+@pytest.mark.parametrize("width", [1, 3, 5, 127])
+def test_topk_of_narrow_rows(emulator: Emulator, width: int) -> None:
+    check_topk(emulator, torch.randn(3, width), [width, 1, 2], 2, cluster=2, cached=64)
+
+
+def layer(rng: random.Random, device_slots: int, host_slots: int, share: float, floor: int):
+    """A layer whose priorities lie below the floor, most of them not far below."""
+    model = random_layer(rng, device_slots, host_slots, int(device_slots * share), floor)
+    recent = max(0, floor - 400)
+    model.held = {
+        slot: (owner, max(level, rng.randrange(recent, floor)) if rng.random() < 0.8 else level)
+        for slot, (owner, level) in model.held.items()
+    }
+    return model
+
+
+@pytest.mark.parametrize("slots", [1, 63, 1500, 2049])
+@pytest.mark.parametrize("floor", [8, 4000, 9000, 2**31 - 8])
+def test_choose_victims_lists_the_oldest_first(emulator: Emulator, slots: int, floor: int) -> None:
+    rng = random.Random(slots)
+    for share in (0.0, 0.6, 1.0):
+        under_test = LayerUnderTest(layer(rng, slots, 2 * slots, share, floor), CPU)
+        for num_ready in {1, slots // 3 + 1, slots}:
+            under_test.choose(emulator, floor, num_ready)
+
+
+def test_choose_victims_leaves_out_what_is_protected(emulator: Emulator) -> None:
+    held = {0: (0, 80), 1: (1, 79), 2: (2, 85), 3: (3, 7)}
+    assert LayerUnderTest(LayerModel(6, 9, held), CPU).choose(emulator, 80, 6)[2:] == [3, 1]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("lanes", [4, 32])
+@pytest.mark.parametrize("row_bytes", [16, 656, 40, 1568])
+def test_make_resident(emulator: Emulator, share: float, lanes: int, row_bytes: int) -> None:
+    """Several steps, each with new rows and old ones, duplicates, and -1 at the ends."""
+    rng = random.Random(f"{share} {lanes} {row_bytes}")
+    floor = 4096
+    model = layer(rng, 400, 900, share, floor)
+    under_test = LayerUnderTest(model, CPU, row_bytes)
+    for step in range(4):
+        under_test.choose(emulator, floor, 400)
+        owners = [owner for owner, _ in model.held.values()]
+        pool = rng.sample(range(900), 60) + rng.sample(owners, min(60, len(owners)))
+        wanted = selection(rng, pool, 3, 150)
+        scores = torch.randn(wanted.shape).masked_fill(wanted < 0, torch.nan)
+        under_test.fetch(emulator, wanted, scores, floor, 400, lanes=lanes)
+        floor += 8 * (step + 1)
+
+
+def test_make_resident_in_many_orders(emulator: Emulator) -> None:
+    """Few slots, much contention: rows on the ready list are selected, misses are shared."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        model = layer(rng, 40, 60, rng.choice([0.5, 1.0]), 800)
+        under_test = LayerUnderTest(model, CPU)
+        under_test.choose(emulator, 800, 40)
+        pool = rng.sample(range(60), rng.choice([3, 20, 38]))
+        wanted = selection(rng, pool, 5, 33)
+        scores = torch.randn(wanted.shape)
+        under_test.fetch(emulator, wanted, scores, 800, 40, lanes=rng.choice([4, 8, 32]))
+
+
+def test_make_resident_of_nothing_and_of_what_is_there(emulator: Emulator) -> None:
+    rng = random.Random(3)
+    model = layer(rng, 64, 64, 1.0, 800)
+    under_test = LayerUnderTest(model, CPU)
+    under_test.choose(emulator, 800, 64)
+    for wanted in (
+        torch.full((2, 40), -1, dtype=torch.int32),
+        torch.arange(64, dtype=torch.int32).view(2, 32),
+    ):
+        under_test.fetch(emulator, wanted, torch.zeros(wanted.shape), 800, 64)
+
+
+def test_make_resident_twice_in_a_step(emulator: Emulator) -> None:
+    """What the first call took in is protected from the second."""
+    rng = random.Random(9)
+    under_test = LayerUnderTest(layer(rng, 100, 300, 1.0, 800), CPU)
+    under_test.choose(emulator, 800, 100)
+    for start in (0, 100):
+        wanted = torch.arange(start, start + 48, dtype=torch.int32).view(2, 24)
+        under_test.fetch(emulator, wanted, torch.rand(wanted.shape), 800, 100)
+
+
+def test_make_resident_without_enough_room(emulator: Emulator) -> None:
+    """Rows beyond the pool stay absent and break nothing: the manager's check() counts them."""
+    under_test = LayerUnderTest(LayerModel(20, 90), CPU)
+    under_test.choose(emulator, 80, 20)
+    wanted = torch.arange(40, dtype=torch.int32).repeat(2, 1)
+    found = torch.full_like(wanted, -77)
+    tensors = under_test.tensors
+    emulator.make_resident(
+        wanted, torch.rand(wanted.shape), torch.tensor([80], dtype=torch.int32),
+        *tensors.mappings(), tensors.slot_buffer, under_test.cursor_and_barrier[:1],
+        under_test.cursor_and_barrier[1:], under_test.totals, under_test.host_rows,
+        under_test.device_rows, found, num_ready=20,
+    )  # fmt: skip
+    assert under_test.totals.tolist() == [0, 40, 0, 0, 20]
+    assert torch.equal(found[0], found[1])
+    assert sorted(found[0].tolist()) == [-1] * 20 + list(range(20))
+    assert tensors.host_to_device[:40].tolist() == found[0].tolist()
+
+
+@pytest.mark.parametrize("row_bytes", [16, 656, 40, 1568])
+def test_append_rows(emulator: Emulator, row_bytes: int) -> None:
+    """New rows and rewritten ones, some of them next on the ready list; then a selection."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(
+            layer(rng, 60, 200, rng.choice([0.5, 1.0]), 800), CPU, row_bytes
+        )
+        under_test.choose(emulator, 800, 60)
+        owners = [owner for owner, _ in under_test.model.held.values()]
+        new = list({*rng.sample(range(200), 20), *rng.sample(owners, 10)})
+        under_test.append(emulator, [-1, *new, -1], 800, 60)
+        wanted = selection(rng, [*new, *rng.sample(range(200), 10)], 3, 30)
+        under_test.fetch(emulator, wanted, torch.rand(wanted.shape), 800, 60)
+        under_test.choose(emulator, 808, 60)
+        under_test.append(emulator, rng.sample(range(200), 60), 808, 60)  # all there is
+
+
+@pytest.mark.parametrize("row_bytes", [656, 1152, 40, 4])
+@pytest.mark.parametrize("count", [0, 1, 70])
+def test_recall(emulator: Emulator, row_bytes: int, count: int) -> None:
+    host_rows = torch.randint(0, 256, (100, row_bytes), dtype=torch.uint8)
+    device_rows = torch.randint(0, 256, (90, row_bytes), dtype=torch.uint8)
+    sources = torch.randperm(100)[:90].to(torch.int32)
+    targets = torch.randperm(90).to(torch.int32)
+    targets[count // 2 + 1 :] = -1
+    want = device_rows.clone()
+    done = min(count, count // 2 + 1)
+    want[targets[:done].long()] = host_rows[sources[:done].long()]
+    counter = torch.tensor([count], dtype=torch.int32)
+    emulator.recall(sources, counter, targets, host_rows, device_rows)
+    assert torch.equal(device_rows, want)

@@ -1,0 +1,112 @@
+"""`make_resident` and `choose_victims` on the GPU, against the plain Python model."""
+
+import random
+
+import pytest
+import torch
+from tests.kernels.cache_model import LayerModel
+from tests.kernels.resident_model import LayerUnderTest, selection
+from tests.kernels.test_cuda_emulated import layer
+
+from echokv.kernels.cuda import recall
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
+]
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("slots", [1, 8191, 20_000])
+@pytest.mark.parametrize("floor", [8, 9000, 2**31 - 8])
+def test_choose_victims_lists_the_oldest_first(slots: int, floor: int) -> None:
+    rng = random.Random(slots)
+    for share in (0.0, 0.6, 1.0):
+        under_test = LayerUnderTest(layer(rng, slots, 2 * slots, share, floor), CUDA)
+        for num_ready in {1, slots // 3 + 1, slots}:
+            under_test.choose(recall, floor, num_ready)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("lanes", [None, 4, 32])
+@pytest.mark.parametrize("row_bytes", [656, 1152, 40, 1568])
+def test_make_resident(share: float, lanes: int | None, row_bytes: int) -> None:
+    """Several steps, each with new rows and old ones, duplicates, and -1 at the ends."""
+    rng = random.Random(f"{share} {lanes} {row_bytes}")
+    floor = 4096
+    under_test = LayerUnderTest(layer(rng, 5000, 9000, share, floor), CUDA, row_bytes)
+    for step in range(3):
+        under_test.choose(recall, floor, 5000)
+        owners = [owner for owner, _ in under_test.model.held.values()]
+        pool = rng.sample(range(9000), 1500) + rng.sample(owners, min(1500, len(owners)))
+        wanted = selection(rng, pool, 7, 1029)
+        scores = torch.randn(wanted.shape).masked_fill(wanted < 0, torch.nan)
+        under_test.fetch(recall, wanted, scores, floor, 5000, lanes=lanes)
+        floor += 8 * (step + 1)
+
+
+def test_make_resident_over_several_tiles_a_block() -> None:
+    """More rows than resident blocks, so that entries wait in device_slots."""
+    rng = random.Random(5)
+    under_test = LayerUnderTest(layer(rng, 3000, 5000, 0.8, 4096), CUDA)
+    under_test.choose(recall, 4096, 3000)
+    wanted = selection(rng, rng.sample(range(5000), 2900), 700, 70)
+    under_test.fetch(recall, wanted, torch.randn(wanted.shape), 4096, 3000)
+
+
+def test_make_resident_in_many_orders() -> None:
+    """Few slots, much contention: rows on the ready list are selected, misses are shared."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer(rng, 90, 120, rng.choice([0.5, 1.0]), 800), CUDA)
+        under_test.choose(recall, 800, 90)
+        pool = rng.sample(range(120), rng.choice([3, 40, 88]))
+        wanted = selection(rng, pool, 5, 133)
+        under_test.fetch(recall, wanted, torch.randn(wanted.shape), 800, 90)
+
+
+@pytest.mark.parametrize("row_bytes", [656, 1152, 40, 1568])
+@pytest.mark.parametrize("count", [13, 70, 5000])
+def test_append_rows(row_bytes: int, count: int) -> None:
+    """New rows and rewritten ones, some of them next on the ready list; then a selection."""
+    for seed in range(2):
+        rng = random.Random(seed)
+        share = rng.choice([0.5, 1.0])
+        under_test = LayerUnderTest(layer(rng, 9000, 20_000, share, 800), CUDA, row_bytes)
+        under_test.choose(recall, 800, 9000)
+        owners = [owner for owner, _ in under_test.model.held.values()]
+        new = list({*rng.sample(range(20_000), count), *rng.sample(owners, count // 3)})
+        under_test.append(recall, [-1, *new, -1], 800, 9000)
+        wanted = selection(rng, [*new, *rng.sample(range(20_000), 1000)], 3, 300)
+        under_test.fetch(recall, wanted, torch.rand(wanted.shape), 800, 9000)
+
+
+def test_every_entry_the_same_missing_row() -> None:
+    under_test = LayerUnderTest(LayerModel(4, 9, {0: (3, 1)}), CUDA)
+    under_test.choose(recall, 8, 4)
+    wanted = torch.full((13, 2048), 5, dtype=torch.int32)
+    under_test.fetch(recall, wanted, torch.zeros(wanted.shape), 8, 4)
+
+
+def test_int32_offsets_of_neither_pool_overflow() -> None:
+    """Rows past byte 2^32 of both pools."""
+    slots = 7_000_001
+    host_rows = torch.empty(slots * 656, dtype=torch.uint8, pin_memory=True).view(slots, 656)
+    wanted = torch.tensor([[0, 3_276_800, 3_728_271, 6_547_206, slots - 1]], dtype=torch.int32)
+    host_rows[wanted[0].long()] = torch.randint(0, 256, (5, 656), dtype=torch.uint8)
+
+    def full(size: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full((size,), value, dtype=dtype, device=CUDA)
+
+    device_rows = torch.zeros(slots, 656, dtype=torch.uint8, device=CUDA)
+    ready = full(slots, -1)
+    ready[:5] = torch.tensor([slots - 1, 6_600_000, 3_300_000, 3_800_000, 0], device=CUDA)
+    found = full(5, -77).view(1, 5)
+    recall.make_resident(
+        wanted.cuda(), torch.zeros(1, 5, device=CUDA), full(1, 8), full(slots, 1, torch.uint8),
+        full(slots, -1), full(slots, -1), full(slots, -1), ready, full(1, 0), full(1, 0),
+        full(5, 0, torch.int64), host_rows, device_rows, found, num_ready=slots,
+    )  # fmt: skip
+    assert sorted(found[0].tolist()) == sorted(ready[:5].tolist())
+    assert torch.equal(device_rows[found[0].long()].cpu(), host_rows[wanted[0].long()])
