@@ -47,6 +47,8 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._closed = False  # nothing reads the inbox any more
+        self._gate = threading.Lock()  # between putting a command and closing
         self.phase = "starting"
 
     async def start(self) -> None:
@@ -152,9 +154,10 @@ class AsyncEngine:
                 except Exception as error:
                     future.set_exception(error)
 
-        if self.phase in ("failed", "stopped"):
-            raise EngineDeadError(f"the engine is not running: {self.phase}")
-        self._inbox.put(command)
+        with self._gate:
+            if self._closed:
+                raise EngineDeadError(f"the engine is not running: {self.phase}")
+            self._inbox.put(command)
         return await asyncio.wrap_future(future)
 
     # Everything below runs on the engine thread.
@@ -168,6 +171,7 @@ class AsyncEngine:
             return
         self.phase = "ready"
         started.set_result(None)
+        end = "the engine was stopped"
         try:
             while not self._stopping:
                 self._read_inbox(wait=not self._engine.has_work)
@@ -176,11 +180,12 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("the engine failed")
             self.phase = "failed"
-            self._fail_all(EngineDeadError(f"the engine failed: {error!r}"))
-        else:
-            self._fail_all(EngineDeadError("the engine was stopped"))
-        finally:
-            self._engine.close()
+            end = f"the engine failed: {error!r}"
+        with self._gate:
+            self._closed = True
+        self._read_inbox(wait=False)  # what came before the gate closed
+        self._fail_all(EngineDeadError(end))
+        self._engine.close()
 
     def _set_phase(self, phase: str) -> None:
         logger.info(phase)
@@ -222,7 +227,6 @@ class AsyncEngine:
         for stream in self._streams.values():
             self._put(stream, error)
         self._streams.clear()
-        self._read_inbox(wait=False)
 
     def _put(
         self,
