@@ -58,7 +58,7 @@ def plot_quality(result: dict[str, Any], path: Path) -> Path:
     axes[0].set_xlabel("context, tokens")
     axes[0].set_ylabel("exact match")
     axes[0].set_ylim(0, 1)
-    axes[0].legend()
+    axes[0].legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return save_figure(drawing, path)
 
 
