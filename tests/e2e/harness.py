@@ -9,6 +9,7 @@ from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch
 from echokv.config import EngineConfig, ModelConfig
+from echokv.engine.build import EngineHooks
 from echokv.engine.engine import Engine
 from echokv.indexer.indexer import Selection
 from echokv.memory.formats import RowFormat
@@ -72,7 +73,10 @@ def make_engine(
 ) -> tuple[Engine, SelectionLog]:
     """An engine with a log of its selections."""
     log = SelectionLog()
-    engine = Engine(EngineConfig(model=str(model), **overrides), observer=log if observe else None)
+    engine = Engine(
+        EngineConfig(model=str(model), **overrides),
+        hooks=EngineHooks(observer=log if observe else None),
+    )
     log.engine = engine
     return engine, log
 

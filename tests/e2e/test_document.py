@@ -13,6 +13,7 @@ from tests.serving import served
 
 from echokv.config import EngineConfig
 from echokv.engine.async_engine import AsyncEngine
+from echokv.engine.build import EngineHooks
 from echokv.engine.sampling_params import SamplingParams
 
 OUTPUT_TOKENS = 24
@@ -44,7 +45,7 @@ def test_an_offloaded_document_gives_the_tokens_and_sets_of_the_resident_run(
             device_pool_tokens=document_tokens // 8,
             **common,
         ),
-        observer=log,
+        hooks=EngineHooks(observer=log),
     )
     with served(engine) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         log.engine = engine.engine

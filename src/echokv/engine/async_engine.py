@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
 
-from echokv.attention.context import SelectionObserver
 from echokv.config import EngineConfig
+from echokv.engine.build import NO_HOOKS, EngineHooks
 from echokv.engine.engine import Engine
 from echokv.engine.outputs import RequestOutput
 from echokv.engine.sampling_params import SamplingParams
@@ -38,9 +38,9 @@ class AsyncEngine:
         phase: what start-up is doing, then "ready", "draining", "stopped" or "failed".
     """
 
-    def __init__(self, config: EngineConfig, *, observer: SelectionObserver | None = None) -> None:
+    def __init__(self, config: EngineConfig, *, hooks: EngineHooks = NO_HOOKS) -> None:
         self._config = config
-        self._observer = observer
+        self._hooks = hooks
         self._engine: Engine | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
@@ -164,7 +164,7 @@ class AsyncEngine:
 
     def _run(self, started: "Future[None]") -> None:
         try:
-            self._engine = Engine(self._config, on_phase=self._set_phase, observer=self._observer)
+            self._engine = Engine(self._config, on_phase=self._set_phase, hooks=self._hooks)
         except BaseException as error:
             self.phase = "failed"
             started.set_exception(error)

@@ -46,6 +46,9 @@ class EngineHooks:
     policy: Callable[[Kernels], EvictionPolicy] | None = None  # None: the product's
 
 
+NO_HOOKS = EngineHooks()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
     """What an engine is made of."""
@@ -117,25 +120,18 @@ def build_engine_parts(
     on_phase("allocating the pools")
     row_format = _row_format(config, model_config)
     host_pool, cache = _cache(config, model_config, plan, row_format, kernels, device, hooks)
-    key_format = _index_key_format(config, model_config)
-    index_pool = IndexKeyPool(
-        len(model_config.index_layers), plan.num_host_blocks, key_format.page_bytes, device
-    )
-    allocated = {"index keys": index_pool.pages.nbytes}
-    if host_pool is not None:
-        allocated["host pool"] = host_pool.rows.nbytes
-    plan.verify(allocated)
-    topk = model_config.index_topk
-    indexer = Indexer(kernels, index_pool.pages, key_format, topk)
+    indexer = _indexer(config, model_config, plan, kernels, device)
     context = ForwardContext(
         hooks.selector(model, indexer) if hooks.selector else indexer,
-        SparseAttention(kernels, cache, row_format, model_config.softmax_scale, topk),
+        SparseAttention(
+            kernels, cache, row_format, model_config.softmax_scale, model_config.index_topk
+        ),
         hooks.observer,
     )
     graphs = _graphs(config, plan, model, context, on_phase)
     logger.info(
         "%s on %s: %s, kv cache %s, index keys %s, %s kernels, %s",
-        *(model_name, config.device, config.dtype, row_format.name, key_format.name),
+        *(model_name, config.device, config.dtype, row_format.name, config.index_key_dtype),
         *(kernels.name, "offloaded" if config.offload else "everything resident"),
     )
     return EngineParts(
@@ -174,8 +170,23 @@ def _cache(
     if not config.offload:
         return None, ResidentCache(kernels, device_pool)
     host_pool = HostPool(layers, plan.host_slots, row_bytes, device)
+    plan.verify({"host pool": host_pool.rows.nbytes})
     policy = hooks.policy(kernels) if hooks.policy else None
     return host_pool, CacheManager(kernels, host_pool, device_pool, policy)
+
+
+def _indexer(
+    config: EngineConfig,
+    model: ModelConfig,
+    plan: BytePlan,
+    kernels: Kernels,
+    device: torch.device,
+) -> Indexer:
+    fmt = _index_key_format(config, model)
+    layers = len(model.index_layers)
+    pool = IndexKeyPool(layers, plan.num_host_blocks, fmt.page_bytes, device)
+    plan.verify({"index keys": pool.pages.nbytes})
+    return Indexer(kernels, pool.pages, fmt, model.index_topk)
 
 
 def _graphs(

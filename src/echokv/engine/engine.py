@@ -3,17 +3,15 @@
 Ties scheduler, runner, sampler and cache together; knows nothing of threads, HTTP or asyncio.
 """
 
-import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
 import torch
 
-from echokv.attention.context import SelectionObserver
 from echokv.cache.protocol import KVCache
 from echokv.config import EngineConfig
 from echokv.engine.blocks import HostBlocks
-from echokv.engine.build import EngineHooks, EngineParts, build_engine_parts
+from echokv.engine.build import NO_HOOKS, EngineHooks, EngineParts, build_engine_parts
 from echokv.engine.offline import drive
 from echokv.engine.output_stream import OutputStream
 from echokv.engine.outputs import RequestOutput
@@ -25,8 +23,6 @@ from echokv.engine.stats import EngineStats, LayerCacheStats
 from echokv.errors import RequestError
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
 
-_NO_HOOKS = EngineHooks()
-
 
 class Engine:
     """Continuous batching over one model with its KV cache in host memory.
@@ -34,7 +30,6 @@ class Engine:
     Args:
         config: what the user chose; `auto` values are resolved here.
         on_phase: called with a few words as start-up proceeds ("loading weights", ...).
-        observer: sees every selection of every layer; short for that field of `hooks`.
         hooks: stand-ins of tests and benchmarks.
 
     Raises:
@@ -47,11 +42,8 @@ class Engine:
         config: EngineConfig,
         *,
         on_phase: Callable[[str], None] = lambda _: None,
-        observer: SelectionObserver | None = None,
-        hooks: EngineHooks = _NO_HOOKS,
+        hooks: EngineHooks = NO_HOOKS,
     ) -> None:
-        if observer is not None:
-            hooks = dataclasses.replace(hooks, observer=observer)
         parts = build_engine_parts(config, on_phase, hooks)
         self._on_release = hooks.on_release
         self._parts: EngineParts = parts
