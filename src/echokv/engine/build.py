@@ -117,9 +117,11 @@ def build_engine_parts(
     model = load_model(
         config.model, model_config, dtype=dtype, device=device, token_tile=kernels.token_tile
     )
+    plan.verify({"weights": sum(weight.nbytes for weight in model.parameters())})
     on_phase("allocating the pools")
     row_format = _row_format(config, model_config)
     host_pool, cache = _cache(config, model_config, plan, row_format, kernels, device, hooks)
+    plan.verify({"metadata": cache.metadata_bytes})
     indexer = _indexer(config, model_config, plan, kernels, device)
     context = ForwardContext(
         hooks.selector(model, indexer) if hooks.selector else indexer,
