@@ -8,7 +8,7 @@ from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch
 from echokv.indexer import indexer as indexer_module
-from echokv.indexer.indexer import Indexer, Selection, score_workspace_bytes
+from echokv.indexer.indexer import Indexer, Selection, rows_per_score_piece
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
@@ -119,7 +119,7 @@ def test_scoring_in_pieces_changes_no_bit(
     whole = world.indexer.select(1, world.query, world.weights, world.batch)
     piece_bytes = 4 * 192 * rows_a_piece
     monkeypatch.setattr(indexer_module, "MAX_SCORE_BYTES", piece_bytes)
-    assert score_workspace_bytes(15, 130) == piece_bytes
+    assert rows_per_score_piece(130) == rows_a_piece
     pieces = world.indexer.select(1, world.query, world.weights, world.batch)
     for name in ("positions", "host_slots", "scores", "kth_scores"):
         assert torch.equal(getattr(pieces, name), getattr(whole, name))

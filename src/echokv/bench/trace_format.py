@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echokv.errors import ConfigError
-from echokv.memory.slots import BLOCK_TOKENS
+from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
 FORMAT, VERSION = "echokv-trace", 1
 
@@ -109,7 +109,7 @@ class Trace:
             ):
                 start = self.sequence_offsets[sequence]
                 tokens = int(position) + 1
-                blocks = self.sequence_blocks[start : start + -(-tokens // BLOCK_TOKENS)]
+                blocks = self.sequence_blocks[start : start + blocks_for(tokens)]
                 live.update(dict.fromkeys(blocks[:-1].tolist(), BLOCK_TOKENS))
                 last = int(blocks[-1])
                 live[last] = max(live.get(last, 0), (tokens - 1) % BLOCK_TOKENS + 1)

@@ -15,7 +15,7 @@ from echokv.cache.batch import ForwardBatch
 from echokv.engine.inputs import PassInputs
 from echokv.engine.scheduler import ScheduledRequest
 from echokv.log import progress
-from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT, HostSlots
+from echokv.memory.slots import NO_SLOT, HostSlots, blocks_for
 from echokv.models.deepseek_v32 import DeepseekV32
 
 SMALLEST_CONTEXT = 8192
@@ -35,7 +35,7 @@ class DecodeInputs:
 
     def __init__(self, max_requests: int, max_model_len: int, device: torch.device) -> None:
         pin = device.type == "cuda"
-        blocks = -(-max_model_len // BLOCK_TOKENS)
+        blocks = blocks_for(max_model_len)
         self._tokens_staged = torch.zeros(max_requests, dtype=torch.int64, pin_memory=pin)
         self._staged = torch.zeros((len(_COLUMNS), max_requests), dtype=torch.int32, pin_memory=pin)
         self._tables_staged = torch.full(

@@ -77,7 +77,3 @@ class Request:
             digest.update(array("q", tokens).tobytes())
             self._block_hashes.append(digest.digest())
         return self._block_hashes
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Host blocks that num_tokens tokens take."""
-        return -(-num_tokens // BLOCK_TOKENS)

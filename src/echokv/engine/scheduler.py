@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from echokv.engine.blocks import HostBlocks
 from echokv.engine.request import Request, RequestStatus
 from echokv.errors import RequestError
-from echokv.memory.slots import BLOCK_TOKENS
+from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ class Scheduler:
 
     def _extend(self, request: Request, num_tokens: int) -> bool:
         """Give a running request the blocks for num_tokens, preempting newer ones if need be."""
-        missing = request.num_blocks_for(num_tokens) - len(request.block_ids)
+        missing = blocks_for(num_tokens) - len(request.block_ids)
         while missing > self.blocks.num_available:
             victim = self.running[-1]
             self._preempt(victim)
@@ -186,14 +186,14 @@ class Scheduler:
         if len(self.running) >= self.limits.max_running:
             return False
         prefix = self._cached_prefix(request)
-        needed = request.num_blocks_for(request.num_tokens) - len(prefix)
+        needed = blocks_for(request.num_tokens) - len(prefix)
         # One spare block a running request: else the newcomer would soon be preempted for them.
         return needed + len(self.running) <= self.blocks.num_available_beside(prefix)
 
     def _admit(self, request: Request) -> None:
         prefix = self._cached_prefix(request)
         self.blocks.hold(prefix)
-        needed = request.num_blocks_for(request.num_tokens) - len(prefix)
+        needed = blocks_for(request.num_tokens) - len(prefix)
         request.block_ids = prefix + self.blocks.allocate(needed)
         request.num_computed_tokens = len(prefix) * BLOCK_TOKENS
         if request.num_preemptions == 0:

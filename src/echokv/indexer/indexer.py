@@ -15,10 +15,8 @@ from echokv.cache.batch import ForwardBatch, positions_to_host_slots
 from echokv.kernels.reference.index_scores import score_width
 from echokv.kernels.registry import Kernels
 from echokv.memory.formats import IndexKeyFormat
+from echokv.memory.plan import MAX_SCORE_BYTES
 from echokv.memory.slots import HostSlots
-
-MAX_SCORE_BYTES = 256 << 20
-"""Most bytes of scores alive at once; a longer prefill chunk is scored in several pieces."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +34,11 @@ class Selection:
 
 
 def rows_per_score_piece(max_context_len: int) -> int:
-    """Rows scored at once so that the scores take at most MAX_SCORE_BYTES (or one row)."""
+    """Rows scored at once so that the scores take at most MAX_SCORE_BYTES (or one row).
+
+    A longer prefill chunk is scored in several pieces.
+    """
     return max(1, MAX_SCORE_BYTES // (4 * score_width(max_context_len)))
-
-
-def score_workspace_bytes(num_tokens: int, max_context_len: int) -> int:
-    """Bytes of scores that `Indexer.select` holds at most; for the byte plan."""
-    rows = min(num_tokens, rows_per_score_piece(max_context_len))
-    return 4 * rows * score_width(max_context_len)
 
 
 class TokenSelector(Protocol):

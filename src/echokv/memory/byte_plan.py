@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from echokv.errors import CapacityError
-from echokv.memory.slots import BLOCK_TOKENS
+from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
 _GIB = 2**30
 
@@ -95,11 +95,6 @@ class BytePlan:
                     f"{nbytes} bytes were allocated for the {name},"
                     f" {'at most ' if line.is_bound else ''}{line.nbytes} were planned"
                 )
-
-
-def blocks_for(tokens: int) -> int:
-    """Blocks that so many tokens take."""
-    return -(-tokens // BLOCK_TOKENS)
 
 
 def gib(nbytes: int) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from echokv.config import EngineConfig, ModelConfig
 from echokv.errors import CapacityError, ConfigError
-from echokv.memory.byte_plan import BytePlan, PlanLine, blocks_for, gib
+from echokv.memory.byte_plan import BytePlan, PlanLine, gib
 from echokv.memory.formats import IndexKeyFormat, RowFormat
-from echokv.memory.slots import BLOCK_TOKENS
+from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
 CPU_HOST_POOL_BYTES = 2 * 2**30
 """Largest host pool that is chosen unasked on a machine without a GPU."""
@@ -20,8 +20,11 @@ DEFAULT_HOST_REQUESTS = 64
 FIXED_WORKSPACE_BYTES = 2**30
 """HBM kept for libraries, CUDA graphs and fragmentation."""
 
-SCORE_WORKSPACE_BYTES = 512 * 2**20
-"""HBM kept for the index scores of one pass: what `engine.runner` allows itself."""
+MAX_SCORE_BYTES = 256 * 2**20
+"""Most bytes of index scores alive at once: what `indexer.Indexer` allows itself."""
+
+SCORE_WORKSPACE_BYTES = 2 * MAX_SCORE_BYTES
+"""HBM kept for them, with as much again as a margin."""
 
 _GIB = 2**30
 

@@ -16,3 +16,8 @@ BLOCK_TOKENS = 64
 """Tokens of one host block, of one index-key page and of one prefix-cache hash."""
 
 NO_SLOT = -1
+
+
+def blocks_for(tokens: int) -> int:
+    """Blocks of 64 that so many tokens take."""
+    return -(-tokens // BLOCK_TOKENS)

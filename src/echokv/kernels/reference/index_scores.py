@@ -17,7 +17,7 @@ from echokv.kernels.reference.index_keys import (
     rotate,
 )
 from echokv.memory.formats import IndexKeyFormat
-from echokv.memory.slots import BLOCK_TOKENS
+from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
 CHUNK_BLOCKS = 16
 """Blocks of keys scored at once: the intermediate of 32 rows x 32 heads stays in cache."""
@@ -75,7 +75,7 @@ def index_scores(
 
 def score_width(max_context_len: int) -> int:
     """Columns of the result: max_context_len rounded up to whole blocks, at least one."""
-    return max(1, -(-max_context_len // BLOCK_TOKENS)) * BLOCK_TOKENS
+    return max(1, blocks_for(max_context_len)) * BLOCK_TOKENS
 
 
 def _query_in_format(query: Tensor, weights: Tensor, fmt: IndexKeyFormat) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ def _score_run(
     flat = vectors.reshape(rows * heads, dim)
     padding = -flat.shape[0] % GEMM_ROWS
     flat = torch.nn.functional.pad(flat, (0, 0, 0, padding))
-    num_blocks = -(-longest // BLOCK_TOKENS)
+    num_blocks = blocks_for(longest)
     values = page_values(pages, fmt)
     for start in range(0, num_blocks, CHUNK_BLOCKS):
         ids = blocks[start : min(start + CHUNK_BLOCKS, num_blocks)].long()
