@@ -263,6 +263,7 @@ class EngineConfig:
     max_waiting_requests: int = 1024  # queue length beyond which requests are refused
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # True: no CUDA graphs
+    async_scheduling: bool = True  # False: the next step waits for this one's tokens
     check_cache: bool = False  # verify the cache invariants between steps
     seed: int = 0
 

@@ -62,6 +62,7 @@ ENGINE_CASES: list[tuple[list[str], dict[str, Any]]] = [
     (["--no-prefix-caching"], {"enable_prefix_caching": False}),
     (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
     (["--enforce-eager"], {"enforce_eager": True}),
+    (["--no-async-scheduling"], {"async_scheduling": False}),
     (["--check-cache"], {"check_cache": True}),
     (["--seed", "11"], {"seed": 11}),
 ]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from echokv.engine.request import Request
-from echokv.engine.sampler import sample, uniform
+from echokv.engine.sampler import Sampled, Sampler, finish, uniform
 from echokv.engine.sampling_params import SamplingParams
 from echokv.errors import RequestError
+from echokv.kernels.reference.topk import topk
 
 VOCAB = 50
 
@@ -25,6 +26,12 @@ def make_request(prompt: list[int], output: list[int], **params: Any) -> Request
     )
     request.token_ids += output
     return request
+
+
+def sample(logits: torch.Tensor, requests: list[Request], eos: tuple[int, ...]) -> list[Sampled]:
+    draws = Sampler(eos, topk).sample(logits, requests)
+    reports = [(row, values.tolist(), tokens.tolist()) for row, values, tokens in draws.reports]
+    return finish(draws.token_ids.tolist(), reports)
 
 
 def sample_one(logits: torch.Tensor, request: Request, eos: tuple[int, ...] = ()) -> int:

@@ -41,6 +41,7 @@ def run_step(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
     scheduler.advance(scheduled)
     for request in sampling:
         request.token_ids.append(7)
+        scheduler.settle(request)
     return {item.request.request_id: (item.start, item.count) for item in scheduled}
 
 

@@ -184,7 +184,8 @@ class CacheManager:
     def release(self, host_slots: Tensor) -> None:
         """See `KVCache`."""
         state = self.state
-        slots = host_slots.to(device=state.priority.device, dtype=torch.int32).contiguous()
+        device = state.priority.device
+        slots = host_slots.to(device, torch.int32, non_blocking=True).contiguous()
         self._kernels.release(
             slots, state.device_free, state.priority, state.device_to_host, state.host_to_device
         )

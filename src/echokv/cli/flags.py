@@ -115,6 +115,13 @@ ENGINE_FLAGS = (
         help="run decode without CUDA graphs (slower; for debugging)",
     ),
     Flag(
+        names=("--no-async-scheduling",),
+        field="async_scheduling",
+        parse=None,
+        switch=False,
+        help="choose a step only when the one before is done (slower; for debugging)",
+    ),
+    Flag(
         names=("--check-cache",),
         field="check_cache",
         parse=None,

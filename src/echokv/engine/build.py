@@ -20,6 +20,7 @@ from echokv.config import EngineConfig, ModelConfig
 from echokv.engine.graph import DecodeGraphs
 from echokv.engine.resolve import resolve
 from echokv.engine.runner import ModelRunner
+from echokv.engine.sampler import Sampler
 from echokv.engine.scheduler import SchedulerLimits
 from echokv.engine.tokenizer import Tokenizer
 from echokv.indexer.indexer import Indexer, TokenSelector
@@ -130,7 +131,9 @@ def build_engine_parts(
         ),
         hooks.observer,
     )
-    graphs = _graphs(config, plan, model, context, on_phase)
+    tokens = torch.zeros(plan.max_running, dtype=torch.int64, device=device)
+    graphs = _graphs(config, plan, model, context, kernels, tokens, on_phase)
+    eos_token_ids = tuple({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
     logger.info(
         "%s on %s: %s, kv cache %s, index keys %s, %s kernels, %s",
         *(model_name, config.device, config.dtype, row_format.name, config.index_key_dtype),
@@ -148,10 +151,15 @@ def build_engine_parts(
             max_model_len=plan.max_model_len,
         ),
         tokenizer=tokenizer,
-        eos_token_ids=tuple({*model_config.eos_token_ids, *tokenizer.eos_token_ids}),
+        eos_token_ids=eos_token_ids,
         cache=cache,
         runner=ModelRunner(
-            model, context, token_tile=kernels.token_tile, device=device, graphs=graphs
+            model,
+            context,
+            Sampler(eos_token_ids, kernels.topk),
+            token_tile=kernels.token_tile,
+            tokens=tokens,
+            graphs=graphs,
         ),
         host_pool=host_pool,
     )
@@ -196,6 +204,8 @@ def _graphs(
     plan: BytePlan,
     model: DeepseekV32,
     context: ForwardContext,
+    kernels: Kernels,
+    tokens: torch.Tensor,
     on_phase: Callable[[str], None],
 ) -> DecodeGraphs | None:
     """Captured decode steps, or None with the reason in the log."""
@@ -211,11 +221,7 @@ def _graphs(
         return None
     on_phase("capturing graphs")
     return DecodeGraphs(
-        model,
-        context,
-        max_requests=plan.max_running,
-        max_model_len=plan.max_model_len,
-        device=torch.device(config.device),
+        model, context, kernels.topk, max_model_len=plan.max_model_len, tokens=tokens
     )
 
 

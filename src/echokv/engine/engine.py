@@ -12,11 +12,11 @@ from echokv.cache.protocol import KVCache
 from echokv.config import EngineConfig
 from echokv.engine.blocks import HostBlocks
 from echokv.engine.build import NO_HOOKS, EngineHooks, EngineParts, build_engine_parts
+from echokv.engine.in_flight import StepInFlight
 from echokv.engine.offline import drive
 from echokv.engine.output_stream import OutputStream
 from echokv.engine.outputs import RequestOutput
-from echokv.engine.request import Request
-from echokv.engine.sampler import sample
+from echokv.engine.request import Request, RequestStatus
 from echokv.engine.sampling_params import SamplingParams
 from echokv.engine.scheduler import Scheduler
 from echokv.engine.stats import EngineStats, LayerCacheStats
@@ -56,6 +56,8 @@ class Engine:
             parts.plan.num_host_blocks, enable_prefix_caching=config.enable_prefix_caching
         )
         self.scheduler = Scheduler(parts.limits, self.blocks)
+        self._runs_ahead = config.async_scheduling and hooks.observer is None
+        self._in_flight: StepInFlight | None = None
         self._streams: dict[str, OutputStream] = {}
         self._seeds = random.Random(config.seed)
         self._prompt_tokens = 0
@@ -69,7 +71,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._in_flight is not None
 
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """Refuse a request that this engine can never run; thread-safe.
@@ -122,16 +124,24 @@ class Engine:
         return stream.abort()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return what it added, request by request."""
+        """Launch one step and return what the one before it added, request by request.
+
+        Without async scheduling, and while the next step depends on this one's tokens
+        (`Scheduler.can_run_ahead`), return what this one added.
+        """
+        outputs = []
+        if not (self._runs_ahead and self.scheduler.can_run_ahead()):
+            outputs += self._collect()
         scheduled = self.scheduler.schedule()
         self._release_stale()
-        if not scheduled:
-            return []
-        logits = self._parts.runner.execute(scheduled)
-        sampling = [item.request for item in scheduled if item.samples]
-        self.scheduler.advance(scheduled)
-        outputs = self._sample(logits, sampling)
-        self._release_stale()
+        launched = None
+        if scheduled:
+            launched = self._parts.runner.launch(scheduled)
+            self.scheduler.advance(scheduled)
+        outputs += self._collect()
+        self._in_flight = launched
+        if not self._runs_ahead:
+            outputs += self._collect()
         if self.config.check_cache:
             self.cache.check(self._mask([*self.blocks.held(), *self.blocks.cached()]))
         return outputs
@@ -187,18 +197,28 @@ class Engine:
         """Free the pools; the engine is unusable afterwards."""
         self._parts.close()
 
-    def _sample(self, logits: torch.Tensor, requests: list[Request]) -> list[RequestOutput]:
-        if not requests:
+    def _collect(self) -> list[RequestOutput]:
+        """Wait for the step in flight, if there is one, and push its tokens to their requests.
+
+        A token of a request that has ended meanwhile, by an abort or by the token before, is
+        dropped.
+        """
+        step, self._in_flight = self._in_flight, None
+        if step is None:
             return []
         outputs = []
-        eos = self._parts.eos_token_ids
-        for request, sampled in zip(requests, sample(logits, requests, eos), strict=True):
+        for request, sampled in zip(step.requests, step.read(), strict=True):
+            if request.status is RequestStatus.FINISHED:
+                continue
             output = self._streams[request.request_id].push(sampled)
             self._generation_tokens += 1
             if output.finished:
                 self.scheduler.finish(request)
                 del self._streams[request.request_id]
+            else:
+                self.scheduler.settle(request)
             outputs.append(output)
+        self._release_stale()
         return outputs
 
     def _release_stale(self) -> None:
@@ -206,7 +226,7 @@ class Engine:
         if stale:
             if self._on_release is not None:
                 self._on_release(stale)
-            self.cache.release(_slots_of(stale))
+            self.cache.release(_slots_of(stale, pin=self.config.device == "cuda"))
 
     def _mask(self, blocks: list[int]) -> torch.Tensor:
         """[N_H] bool: the host slots of some blocks."""
@@ -215,6 +235,8 @@ class Engine:
         return mask.flatten()
 
 
-def _slots_of(blocks: list[int]) -> HostSlots:
+def _slots_of(blocks: list[int], *, pin: bool) -> HostSlots:
+    """All host slots of some blocks; pinned, they are copied without waiting for the device."""
     starts = torch.tensor(blocks, dtype=torch.int32).unsqueeze(1) * BLOCK_TOKENS
-    return HostSlots((starts + torch.arange(BLOCK_TOKENS, dtype=torch.int32)).flatten())
+    slots = (starts + torch.arange(BLOCK_TOKENS, dtype=torch.int32)).flatten()
+    return HostSlots(slots.pin_memory() if pin else slots)

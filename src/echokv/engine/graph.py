@@ -1,86 +1,29 @@
 """The decode step as CUDA graphs: one for each batch size and bound on the context length.
 
-A graph reads fixed buffers, which `DecodeInputs` fills, and is replayed; nothing in it waits for
-the CPU or depends in shape on what the buffers hold. Rows past the batch are padding: they select
-nothing and write nothing, but cost what a row costs, so sizes are spaced closely.
+A graph reads fixed buffers, which `DecodeInputs` fills, and leaves its sampled tokens in one,
+where the next step finds them; nothing in it waits for the CPU or depends in shape on what the
+buffers hold. Rows past the batch are padding: they select nothing and write nothing, but cost
+what a row costs, so sizes are spaced closely.
+
+The step takes the most likely tokens. Where a row is drawn otherwise, a second graph, of the
+logits alone, is replayed behind it: so ways of drawing don't multiply the graphs of the model.
 """
 
 import bisect
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from echokv.attention.context import ForwardContext
-from echokv.cache.batch import ForwardBatch
-from echokv.engine.inputs import PassInputs
+from echokv.engine.decode_inputs import DecodeInputs
+from echokv.engine.draw import Described, Method, TopK, draw
 from echokv.engine.scheduler import ScheduledRequest
 from echokv.log import progress
-from echokv.memory.slots import NO_SLOT, HostSlots, blocks_for
 from echokv.models.deepseek_v32 import DeepseekV32
 
 SMALLEST_CONTEXT = 8192
 """Tokens; below it a tighter bound on the score width saves nothing that can be measured."""
-
-_COLUMNS = ("positions", "context_lens", "host_slots")
-
-
-class DecodeInputs:
-    """The buffers that captured graphs read, and the pinned ones that they are filled from.
-
-    Args:
-        max_requests: most rows of a graph.
-        max_model_len: tokens; bounds the block tables.
-        device: where the model runs.
-    """
-
-    def __init__(self, max_requests: int, max_model_len: int, device: torch.device) -> None:
-        pin = device.type == "cuda"
-        blocks = blocks_for(max_model_len)
-        self._tokens_staged = torch.zeros(max_requests, dtype=torch.int64, pin_memory=pin)
-        self._staged = torch.zeros((len(_COLUMNS), max_requests), dtype=torch.int32, pin_memory=pin)
-        self._tables_staged = torch.full(
-            (max_requests, blocks), NO_SLOT, dtype=torch.int32, pin_memory=pin
-        )
-        self._tokens = torch.zeros(max_requests, dtype=torch.int64, device=device)
-        self._columns = torch.zeros_like(self._staged, device=device)
-        self._tables = torch.full_like(self._tables_staged, NO_SLOT, device=device)
-        self._rows = torch.arange(max_requests, dtype=torch.int32, device=device)
-        self._clear()
-        self._columns.copy_(self._staged)
-
-    def fill(self, inputs: PassInputs) -> None:
-        """Copy one pass of one token a request into the buffers; the rest becomes padding."""
-        self._clear()
-        real = inputs.num_real_tokens
-        self._tokens_staged[:real] = torch.tensor(inputs.token_ids[:real])
-        for column, name in zip(self._staged, _COLUMNS, strict=True):
-            column[:real] = torch.tensor(getattr(inputs, name)[:real])
-        for row, table in zip(self._tables_staged, inputs.block_tables, strict=False):
-            row[: len(table)] = torch.tensor(table)
-        self._tokens.copy_(self._tokens_staged, non_blocking=True)
-        self._columns.copy_(self._staged, non_blocking=True)
-        self._tables[:real].copy_(self._tables_staged[:real], non_blocking=True)
-
-    def batch(self, rows: int, max_context_len: int) -> ForwardBatch:
-        """The first rows of the buffers as a pass; no row counts as padding to the model."""
-        positions, context_lens, host_slots = (column[:rows] for column in self._columns)
-        return ForwardBatch(
-            token_ids=self._tokens[:rows],
-            positions=positions,
-            context_lens=context_lens,
-            host_slots=HostSlots(host_slots),
-            request_rows=self._rows[:rows],
-            block_tables=self._tables[:rows],
-            sampled_rows=self._rows[:rows].long(),
-            max_context_len=max_context_len,
-            num_context_rows=rows * max_context_len,
-            num_real_tokens=rows,
-        )
-
-    def _clear(self) -> None:
-        self._tokens_staged.zero_()
-        self._staged.zero_()
-        self._staged[_COLUMNS.index("host_slots")] = NO_SLOT
 
 
 class DecodeGraphs:
@@ -89,67 +32,99 @@ class DecodeGraphs:
     Args:
         model: the loaded model, whose decode pass never waits for the device.
         context: what it calls; an observer would only be called while capturing, so it has none.
-        max_requests: most requests of a step.
+        topk: the backend's exact top-k, for drawing.
         max_model_len: longest context, tokens.
-        device: a CUDA device.
+        tokens: [most requests of a step] int64 on a CUDA device: what the step before sampled, and
+            after this step what this one did.
     """
 
     def __init__(
         self,
         model: DeepseekV32,
         context: ForwardContext,
+        topk: TopK,
         *,
-        max_requests: int,
         max_model_len: int,
-        device: torch.device,
+        tokens: Tensor,
     ) -> None:
         assert context.observer is None, "an observer doesn't see what a graph selects"
         self._model = model
         self._context = context
+        self._topk = topk
+        self._tokens = tokens
+        max_requests = tokens.shape[0]
         self._sizes = batch_sizes(max_requests)
         self._contexts = context_bounds(max_model_len)
-        self._inputs = DecodeInputs(max_requests, max_model_len, device)
+        self._inputs = DecodeInputs(max_requests, max_model_len, tokens.device, tokens)
+        self.logits = torch.zeros(
+            (max_requests, model.config.vocab_size), dtype=torch.float32, device=tokens.device
+        )
         self._pool = torch.cuda.graph_pool_handle()
-        shapes = [(size, bound) for size in self._sizes for bound in self._contexts]
-        self._graphs = {
-            shape: self._capture(*shape)
-            # The largest first: the others then fit into the memory that it took.
-            for shape in progress(
-                reversed(shapes), total=len(shapes), what="capturing graphs", unit="graph"
-            )
-        }
+        # The largest first: the others then fit into the memory that it took.
+        shapes = [(size, bound) for size in self._sizes for bound in self._contexts][::-1]
+        ways = [(size, way) for size in self._sizes for way in Method if way][::-1]
+        captures = progress(
+            [*shapes, *ways],
+            total=len(shapes) + len(ways),
+            what="capturing graphs",
+            unit="graph",
+        )
+        self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._draws: dict[tuple[int, Method], torch.cuda.CUDAGraph] = {}
+        for size, key in captures:
+            if isinstance(key, Method):
+                self._draws[size, key] = self._capture(self._draw, size, key)
+            else:
+                self._steps[size, key] = self._capture(self._step, size, key)
 
-    def covers(self, items: list[ScheduledRequest]) -> bool:
+    def covers(self, items: Sequence[ScheduledRequest]) -> bool:
         """Whether a step is one token a request, and not too many of them."""
         return len(items) <= self._sizes[-1] and all(item.count == 1 for item in items)
 
-    def run(self, items: list[ScheduledRequest]) -> Tensor:
-        """Logits [len(items), vocab] float32 of a step that is covered; valid until the next."""
-        inputs = PassInputs.gather(items, len(items))
-        self._inputs.fill(inputs)
-        size = self._sizes[bisect.bisect_left(self._sizes, len(items))]
-        longest = max(inputs.context_lens)
-        bound = self._contexts[bisect.bisect_left(self._contexts, longest)]
-        graph, logits = self._graphs[size, bound]
-        graph.replay()
-        return logits[inputs.sampled_rows]
+    def run(
+        self, items: Sequence[ScheduledRequest], described: Sequence[Described], method: Method
+    ) -> None:
+        """Enqueue a step that is covered; never waits for the device.
 
-    def _capture(self, size: int, max_context_len: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        Leaves row i's logits in `logits[i]` and its token in `tokens[i]`, both until the next
+        step.
+
+        Args:
+            items: the step.
+            described: how each row is drawn; not read by Method.GREEDY.
+            method: at least what the rows need.
+        """
+        self._inputs.fill(items, described)
+        size = self._sizes[bisect.bisect_left(self._sizes, len(items))]
+        longest = 1 + max(item.start for item in items)
+        bound = self._contexts[bisect.bisect_left(self._contexts, longest)]
+        self._steps[size, bound].replay()
+        if method is not Method.GREEDY:
+            self._draws[size, method].replay()
+
+    @torch.inference_mode()
+    def _capture(
+        self, run: Callable[..., None], size: int, key: int | Method
+    ) -> torch.cuda.CUDAGraph:
         """Capture with padding in every row, after a run that compiles and allocates."""
-        batch = self._inputs.batch(size, max_context_len)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(batch)
+            run(size, key)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._step(batch)
-        return graph, logits
+            run(size, key)
+        return graph
 
-    @torch.inference_mode()
-    def _step(self, batch: ForwardBatch) -> Tensor:
-        return self._model.compute_logits(self._model(batch, self._context))
+    def _step(self, size: int, max_context_len: int) -> None:
+        batch = self._inputs.batch(size, max_context_len)
+        hidden = self._model(batch, self._context)
+        self.logits[:size] = self._model.compute_logits(hidden)
+        self._tokens[:size] = self.logits[:size].argmax(dim=-1)
+
+    def _draw(self, size: int, method: Method) -> None:
+        self._tokens[:size] = draw(self.logits[:size], self._inputs.draws(size), method, self._topk)
 
 
 def batch_sizes(max_requests: int) -> list[int]:

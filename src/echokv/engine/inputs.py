@@ -10,7 +10,8 @@ from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT
 class PassInputs:
     """The rows of one pass, padding included; `cache.batch.ForwardBatch` says what each is."""
 
-    token_ids: list[int]
+    token_ids: list[int]  # 0 where the token is pending
+    pending: list[tuple[int, int]]  # (row, row of the step in flight that samples its token)
     positions: list[int]
     context_lens: list[int]
     host_slots: list[int]
@@ -24,6 +25,7 @@ class PassInputs:
     def gather(cls, items: list[ScheduledRequest], rows: int) -> "PassInputs":
         """Lay out scheduled tokens in order, then padding up to `rows` rows."""
         token_ids: list[int] = []
+        pending: list[tuple[int, int]] = []
         positions: list[int] = []
         host_slots: list[int] = []
         request_rows: list[int] = []
@@ -32,6 +34,9 @@ class PassInputs:
             request = item.request
             span = range(item.start, item.start + item.count)
             token_ids += request.token_ids[item.start : item.start + item.count]
+            if item.start + item.count > request.num_tokens:
+                pending.append((len(token_ids), request.pending_row))
+                token_ids.append(0)
             positions += span
             host_slots += [
                 request.block_ids[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
@@ -44,6 +49,7 @@ class PassInputs:
         padding = rows - real
         return cls(
             token_ids=token_ids + [0] * padding,
+            pending=pending,
             positions=positions + [0] * padding,
             context_lens=[at + 1 for at in positions] + [0] * padding,
             host_slots=host_slots + [NO_SLOT] * padding,

@@ -23,9 +23,13 @@ class Request:
     """A request's state.
 
     Attributes:
-        token_ids: prompt then output; what the rows in its blocks stand for.
-        num_computed_tokens: leading tokens whose rows are in the host pool.
-        block_ids: host blocks in order of position.
+        token_ids: prompt then output, as far as the CPU knows them; what the rows in its blocks
+            stand for.
+        num_pending_tokens: tokens after those that steps in flight sample.
+        pending_row: where the step in flight leaves the pending token, a row of its samples.
+        num_computed_tokens: leading tokens whose rows are in the host pool, or will be once the
+            step in flight is done.
+        block_ids: host blocks in order of position; the same list from admission to release.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission.
         seed: base of this request's random numbers, fixed for its whole life.
     """
@@ -46,6 +50,8 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.seed = seed
         self.status = RequestStatus.WAITING
+        self.num_pending_tokens = 0
+        self.pending_row = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
@@ -54,12 +60,22 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
+        """Prompt and output tokens so far, pending ones left out."""
         return len(self.token_ids)
 
     @property
+    def length(self) -> int:
+        """Prompt and output tokens, pending ones included."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def next_output_index(self) -> int:
+        """How many output tokens come before the one that is sampled next."""
+        return self.length - self.num_prompt_tokens
+
+    @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far."""
+        """Output tokens so far, pending ones left out."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -68,7 +84,7 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     def block_hashes(self) -> list[bytes]:
-        """Hash of every full block of tokens; each covers all tokens before it (a hash chain)."""
+        """Hash of every full block of known tokens; each covers all before it (a hash chain)."""
         full = self.num_tokens // BLOCK_TOKENS
         for index in range(len(self._block_hashes), full):
             parent = self._block_hashes[-1] if self._block_hashes else b""

@@ -1,17 +1,26 @@
-"""From scheduled tokens to logits: builds forward passes, runs the model, gathers sampled rows.
+"""From scheduled tokens to sampled ones: builds forward passes, runs the model, samples.
 
 A step is one or more passes. On the reference backend every pass has exactly `token_tile` rows
 (the last ones padding), so that a token's result is the same bits whatever shares its step; on
 GPU backends a step is one pass, or the replay of a captured decode step.
+
+Sampled tokens stay on the device for the next step, which may be launched before the CPU knows
+them.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from echokv.attention.context import ForwardContext
 from echokv.cache.batch import ForwardBatch
+from echokv.engine.draw import Method
 from echokv.engine.graph import DecodeGraphs
+from echokv.engine.in_flight import StepInFlight
 from echokv.engine.inputs import PassInputs
+from echokv.engine.request import Request
+from echokv.engine.sampler import Draws, Sampler
 from echokv.engine.scheduler import ScheduledRequest
 from echokv.memory.slots import HostSlots
 from echokv.models.deepseek_v32 import DeepseekV32
@@ -23,8 +32,10 @@ class ModelRunner:
     Args:
         model: the loaded model.
         context: the indexer and attention that the model calls, with their pools.
+        sampler: draws the tokens.
         token_tile: rows of every pass, or None for passes of any size.
-        device: where the model runs.
+        tokens: [most sampled rows of a step] int64, where the model runs: the samples of the last
+            step, which the graphs read and write too.
         graphs: captured decode steps; None runs every step eagerly.
     """
 
@@ -32,40 +43,67 @@ class ModelRunner:
         self,
         model: DeepseekV32,
         context: ForwardContext,
+        sampler: Sampler,
         *,
         token_tile: int | None,
-        device: torch.device,
+        tokens: Tensor,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._context = context
+        self._sampler = sampler
         self._token_tile = token_tile
-        self._device = device
+        self._tokens = tokens
         self._graphs = graphs
 
     @torch.inference_mode()
-    def execute(self, scheduled: list[ScheduledRequest]) -> Tensor:
-        """Compute all scheduled tokens.
+    def launch(self, scheduled: list[ScheduledRequest]) -> StepInFlight:
+        """Enqueue a step; where a request's last token is pending, the step before sampled it.
 
         Returns:
-            [S, vocab] float32 logits of the last token of each request whose `samples` is true,
-            in the order of `scheduled`.
+            the tokens sampled after the last scheduled token of each request whose `samples` is
+            true, in the order of `scheduled`. Their `pending_row` says where they will be.
         """
-        if self._graphs is not None and self._graphs.covers(scheduled):
-            return self._graphs.run(scheduled)
+        graphs = self._graphs
+        if graphs is not None and graphs.covers(scheduled):
+            return self._replay(graphs, scheduled)
         rows = self._token_tile or sum(item.count for item in scheduled)
         passes = split_into_passes(scheduled, rows)
         hidden = [
             self._model.forward(batch, self._context)[batch.sampled_rows]
             for batch in (self._build(one) for one in passes)
         ]
-        return self._logits(torch.cat(hidden))
+        logits = self._logits(torch.cat(hidden))
+        return self._sample(logits, [item.request for item in scheduled if item.samples])
+
+    def _replay(self, graphs: DecodeGraphs, scheduled: list[ScheduledRequest]) -> StepInFlight:
+        """A captured step; what it can't draw is sampled from the logits that it leaves."""
+        rows = [row for row, item in enumerate(scheduled) if item.samples]
+        requests = [scheduled[row].request for row in rows]
+        method = self._sampler.captured_method(requests)
+        drawn = method is not None and method is not Method.GREEDY
+        described = [self._sampler.describe(item.request) for item in scheduled] if drawn else []
+        graphs.run(scheduled, described, method or Method.GREEDY)
+        if method is None:
+            return self._sample(graphs.logits[rows], requests)
+        for row, request in zip(rows, requests, strict=True):
+            request.pending_row = row
+        return StepInFlight(
+            requests, rows, Draws(token_ids=self._tokens[: len(scheduled)], reports=[])
+        )
+
+    def _sample(self, logits: Tensor, requests: list[Request]) -> StepInFlight:
+        draws = self._sampler.sample(logits, requests)
+        self._tokens[: len(requests)] = draws.token_ids
+        for row, request in enumerate(requests):
+            request.pending_row = row
+        return StepInFlight(requests, list(range(len(requests))), draws)
 
     def _build(self, items: list[ScheduledRequest]) -> ForwardBatch:
         rows = self._token_tile or sum(item.count for item in items)
         inputs = PassInputs.gather(items, rows)
         return ForwardBatch(
-            token_ids=self._tensor(inputs.token_ids, torch.int64),
+            token_ids=self._token_ids(inputs),
             positions=self._tensor(inputs.positions, torch.int32),
             context_lens=self._tensor(inputs.context_lens, torch.int32),
             host_slots=HostSlots(self._tensor(inputs.host_slots, torch.int32)),
@@ -89,8 +127,17 @@ class ModelRunner:
             tiles.append(self._model.compute_logits(padded)[: tile.shape[0]])
         return torch.cat(tiles)
 
-    def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+    def _token_ids(self, inputs: PassInputs) -> Tensor:
+        token_ids = self._tensor(inputs.token_ids, torch.int64)
+        if inputs.pending:
+            rows, sources = self._tensor(list(zip(*inputs.pending, strict=True)), torch.int64)
+            token_ids[rows] = self._tokens[sources]
+        return token_ids
+
+    def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        device = self._tokens.device
+        staged = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+        return staged.to(device, non_blocking=True)
 
 
 def split_into_passes(

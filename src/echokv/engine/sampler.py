@@ -1,16 +1,27 @@
-"""Logits to tokens: penalties, temperature, min-p, top-k, top-p, one random number a token.
+"""What a step's requests ask of their next tokens, and the tokens with their log-probabilities.
 
-A row's result depends on that row and its request alone, so a seeded request gives the same tokens
-whatever shares its batch: each output token draws one uniform number from (seed, output index) and
-inverts the cumulative distribution.
+Turns parameters into the tensors of `engine.draw`, which draws; applies the penalties, which need
+every earlier token on the CPU and are never part of a captured step.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from echokv.engine.draw import (
+    ALL_TOKENS,
+    GREEDY_ROW,
+    MAX_CANDIDATES,
+    MAX_ENDS,
+    Described,
+    DrawInputs,
+    Method,
+    TopK,
+    draw,
+)
 from echokv.engine.outputs import TokenLogprobs
 from echokv.engine.request import Request
 
@@ -25,30 +36,89 @@ class Sampled:
     logprobs: TokenLogprobs | None
 
 
-@torch.inference_mode()
-def sample(
-    logits: Tensor, requests: list[Request], eos_token_ids: tuple[int, ...]
-) -> list[Sampled]:
-    """Sample the next token of each request.
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Sampled tokens while they are on the device, and what is reported about them.
+
+    `reports` has (row, [1 + n] float32 log-probabilities, [n] int64 tokens): the drawn token's,
+    then the n most likely tokens'.
+    """
+
+    token_ids: Tensor  # [S] int64
+    reports: list[tuple[int, Tensor, Tensor]]
+
+
+class Sampler:
+    """Samples the next tokens of a batch; never waits for the device.
 
     Args:
-        logits: [S, V] float32, raw model output, one row a request; modified in place.
-        requests: S requests whose params and tokens the rows are for.
         eos_token_ids: tokens that end a request; suppressed before min_tokens.
+        topk: the backend's exact top-k.
     """
-    reports = _report_rows(logits, requests)
-    _apply_penalties(logits, requests)
-    _suppress_early_ends(logits, requests, eos_token_ids)
-    token_ids = logits.argmax(dim=-1)
-    drawn = [row for row, request in enumerate(requests) if not request.params.is_greedy]
-    if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        token_ids[rows] = _draw(logits[rows], [requests[row] for row in drawn])
-    chosen = token_ids.tolist()
-    return [
-        Sampled(token_id=token, logprobs=_report(reports.get(row), token, requests[row]))
-        for row, token in enumerate(chosen)
-    ]
+
+    def __init__(self, eos_token_ids: tuple[int, ...], topk: TopK) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._topk = topk
+
+    def captured_method(self, requests: Sequence[Request]) -> Method | None:
+        """How a captured step draws for these requests; None: `sample` must, from its logits."""
+        method = Method.GREEDY
+        for request in requests:
+            params = request.params
+            ends = len(self._ends(request))
+            if params.logprobs is not None or params.is_penalised or ends > MAX_ENDS:
+                return None
+            method = max(method, _needed(request), Method.PLAIN if ends else Method.GREEDY)
+        return method
+
+    def describe(self, request: Request) -> Described:
+        """A request's row of `DrawInputs.numbers`, and the tokens that it must not draw now."""
+        params = request.params
+        ends = self._ends(request)
+        if params.is_greedy:
+            return GREEDY_ROW, ends
+        top_k = params.top_k if params.top_k > 0 else ALL_TOKENS
+        number = uniform(request.seed, request.next_output_index)
+        return (params.temperature, top_k, params.top_p, params.min_p, number), ends
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, requests: Sequence[Request]) -> Draws:
+        """Sample the next token of each request.
+
+        Args:
+            logits: [S, V] float32, raw model output, one row a request; modified in place.
+            requests: S requests whose params and tokens the rows are for; those with penalties
+                have no token that the CPU doesn't know.
+        """
+        raw = {
+            row: logits[row].log_softmax(dim=-1)
+            for row, request in enumerate(requests)
+            if request.params.logprobs is not None
+        }
+        numbers = []
+        method = Method.GREEDY
+        for row, request in enumerate(requests):
+            _apply_penalties(logits[row], request)
+            described, ends = self.describe(request)
+            numbers.append(described)
+            if ends:
+                logits[row, _indices(ends, logits.device)] = -torch.inf
+            method = max(method, _needed(request))
+        device = logits.device
+        inputs = DrawInputs(
+            torch.tensor(numbers, dtype=torch.float64).view(-1, 5).to(device, non_blocking=True),
+            torch.full((len(requests), MAX_ENDS), -1, dtype=torch.int32, device=device),
+        )
+        token_ids = draw(logits, inputs, method, self._topk)
+        return Draws(
+            token_ids=token_ids,
+            reports=[(row, *_report(raw[row], token_ids[row], requests[row])) for row in raw],
+        )
+
+    def _ends(self, request: Request) -> list[int]:
+        if request.next_output_index >= request.params.min_tokens:
+            return []
+        return sorted({*self._eos_token_ids, *request.params.stop_token_ids})
 
 
 def uniform(seed: int, index: int) -> float:
@@ -57,75 +127,58 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(digest) >> 11) / float(1 << 53)
 
 
-def _draw(logits: Tensor, requests: list[Request]) -> Tensor:
-    """Draw from the filtered distribution. [D, V] float32 to [D] int64."""
-    device = logits.device
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
-
-    params = [request.params for request in requests]
-    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    # Subtracting the maximum first keeps a tiny temperature from overflowing to inf - inf.
-    ordered = (ordered - ordered[:, :1]) / column([max(p.temperature, 1e-6) for p in params])
-    probs = ordered.softmax(dim=-1)
-    probs = probs.masked_fill(probs < probs[:, :1] * column([p.min_p for p in params]), 0.0)
-    rank = torch.arange(probs.shape[1], device=device)
-    kept = column([p.top_k if p.top_k > 0 else probs.shape[1] for p in params])
-    probs = probs.masked_fill(rank >= kept, 0.0).double()
-    before = probs.cumsum(dim=-1) - probs
-    total = probs.sum(dim=-1, keepdim=True)
-    probs = probs.masked_fill(before >= total * column([p.top_p for p in params]).double(), 0.0)
-    cumulative = probs.cumsum(dim=-1)
-    draws = [uniform(request.seed, request.num_output_tokens) for request in requests]
-    target = column(draws).double() * cumulative[:, -1:]
-    # The first rank whose cumulative mass exceeds the target has mass itself.
-    position = torch.searchsorted(cumulative, target, right=True).clamp(max=probs.shape[1] - 1)
-    return tokens.gather(1, position).squeeze(1)
-
-
-def _apply_penalties(logits: Tensor, requests: list[Request]) -> None:
-    for row, request in enumerate(requests):
-        params = request.params
-        if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(request.token_ids)), device=logits.device)
-            values = logits[row, seen]
-            scaled = torch.where(
-                values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-            )
-            # A tiny penalty must not overflow to inf, which softmax would turn into NaN.
-            logits[row, seen] = scaled.clamp(_FINITE.min, _FINITE.max)
-        if params.presence_penalty or params.frequency_penalty:
-            output = torch.tensor(request.output_token_ids, dtype=torch.int64, device=logits.device)
-            tokens, counts = output.unique(return_counts=True)
-            logits[row, tokens] -= params.presence_penalty + params.frequency_penalty * counts
-
-
-def _suppress_early_ends(
-    logits: Tensor, requests: list[Request], eos_token_ids: tuple[int, ...]
-) -> None:
-    for row, request in enumerate(requests):
-        if request.num_output_tokens < request.params.min_tokens:
-            ends = {*eos_token_ids, *request.params.stop_token_ids}
-            logits[row, sorted(ends)] = float("-inf")
-
-
-def _report_rows(logits: Tensor, requests: list[Request]) -> dict[int, Tensor]:
-    """Log-softmax of the raw logits of the rows that report log-probabilities."""
-    return {
-        row: logits[row].log_softmax(dim=-1)
-        for row, request in enumerate(requests)
-        if request.params.logprobs is not None
+def finish(
+    token_ids: Sequence[int], reports: Sequence[tuple[int, list[float], list[int]]]
+) -> list[Sampled]:
+    """What was sampled, once it is on the CPU; the arguments are those of `Draws`, as lists."""
+    logprobs = {
+        row: TokenLogprobs(
+            token_id=token_ids[row],
+            logprob=values[0],
+            top=tuple(zip(tokens, values[1:], strict=True)),
+        )
+        for row, values, tokens in reports
     }
+    return [
+        Sampled(token_id=token, logprobs=logprobs.get(row)) for row, token in enumerate(token_ids)
+    ]
 
 
-def _report(row: Tensor | None, token_id: int, request: Request) -> TokenLogprobs | None:
-    if row is None:
-        return None
+def _needed(request: Request) -> Method:
+    params = request.params
+    if params.is_greedy:
+        return Method.GREEDY
+    if 0 < params.top_k <= MAX_CANDIDATES:
+        return Method.CANDIDATES
+    return Method.PLAIN if params.top_k <= 0 and params.top_p == 1 else Method.SORTED
+
+
+def _apply_penalties(logits: Tensor, request: Request) -> None:
+    """In place, [V]: HF's repetition penalty, OpenAI's presence and frequency penalties."""
+    params, device = request.params, logits.device
+    if not params.is_penalised:
+        return
+    assert request.num_pending_tokens == 0, "the engine lets no penalised request run ahead"
+    if params.repetition_penalty != 1.0:
+        seen = _indices(sorted(set(request.token_ids)), device)
+        values = logits[seen]
+        scaled = torch.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
+        # A tiny penalty must not overflow to inf, which the draw would turn into NaN.
+        logits[seen] = scaled.clamp(_FINITE.min, _FINITE.max)
+    if params.presence_penalty or params.frequency_penalty:
+        output = _indices(request.output_token_ids, device)
+        tokens, counts = output.unique(return_counts=True)
+        logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def _report(row: Tensor, token_id: Tensor, request: Request) -> tuple[Tensor, Tensor]:
+    """[1 + n] log-probabilities and [n] tokens; row is [V], the log-softmax of the raw logits."""
     count = request.params.logprobs or 0
     values, tokens = row.topk(min(count, row.shape[0]))
-    return TokenLogprobs(
-        token_id=token_id,
-        logprob=float(row[token_id]),
-        top=tuple(zip(tokens.tolist(), values.tolist(), strict=True)),
-    )
+    return torch.cat((row.gather(0, token_id.view(1)), values)), tokens
+
+
+def _indices(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

@@ -23,8 +23,11 @@ class ScheduledRequest:
 
     @property
     def samples(self) -> bool:
-        """Whether the step reaches the request's last token, so that a new one is sampled."""
-        return self.start + self.count == self.request.num_tokens
+        """Whether the step reaches the request's last token, so that a new one is sampled.
+
+        True to its name until `Scheduler.advance` counts that new one.
+        """
+        return self.start + self.count == self.request.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +119,35 @@ class Scheduler:
             )
         self.waiting.append(request)
 
+    def can_run_ahead(self) -> bool:
+        """Whether the next step can be chosen while the results of the last one are unknown.
+
+        Not when it would preempt: a request that turns out to have ended gives its blocks back,
+        so the victim would be chosen too early, and one with a pending token can't be recomputed.
+        Not when a penalty needs the tokens themselves.
+        """
+        missing = 0
+        for request in self.running:
+            if request.params.is_penalised:
+                return False
+            missing += max(0, blocks_for(request.length) - len(request.block_ids))
+        return missing <= self.blocks.num_available
+
     def schedule(self) -> list[ScheduledRequest]:
-        """Choose the next step's tokens and give them host blocks."""
+        """Choose the next step's tokens and give them host blocks.
+
+        A request whose pending token is surely its last is left alone; any other pending token is
+        scheduled as if the request went on after it.
+        """
         budget = self.limits.max_batched_tokens
         preemptions_before = self.num_preemptions
         scheduled: list[ScheduledRequest] = []
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING or budget == 0:
                 continue  # preempted by an older one in this very loop
-            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            if request.length >= request.max_total_tokens and request.num_pending_tokens:
+                continue
+            count = min(request.length - request.num_computed_tokens, budget)
             if self._extend(request, request.num_computed_tokens + count):
                 scheduled.append(self._share(request, count))
                 budget -= count
@@ -138,16 +161,30 @@ class Scheduler:
         return scheduled
 
     def advance(self, scheduled: list[ScheduledRequest]) -> None:
-        """Note that the scheduled rows are written; full blocks enter the prefix cache."""
+        """Note that the scheduled rows are being written, and tokens sampled, by a launched step.
+
+        Full blocks of known tokens enter the prefix cache: whoever finds them reads them in a
+        later step.
+        """
         for item in scheduled:
             request = item.request
             if request.status is not RequestStatus.RUNNING:
                 continue
+            request.num_pending_tokens += item.samples
             request.num_computed_tokens = item.start + item.count
-            hashes = request.block_hashes()
-            first, last = item.start // BLOCK_TOKENS, request.num_computed_tokens // BLOCK_TOKENS
-            for index in range(first, last):
-                self.blocks.register(request.block_ids[index], hashes[index])
+            known = min(request.num_computed_tokens, request.num_tokens)
+            self._register(request, item.start // BLOCK_TOKENS, known // BLOCK_TOKENS)
+
+    def settle(self, request: Request) -> None:
+        """Note that a running request's pending token is known; call after it was appended.
+
+        A block that it completes, and whose rows are being written already, enters the prefix
+        cache.
+        """
+        request.num_pending_tokens -= 1
+        full, rest = divmod(request.num_tokens, BLOCK_TOKENS)
+        if rest == 0 and request.num_computed_tokens >= request.num_tokens:
+            self._register(request, full - 1, full)
 
     def finish(self, request: Request) -> None:
         """Take a request out of its queue, whichever it is in, and drop its blocks."""
@@ -158,6 +195,12 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         self._drop_blocks(request)
 
+    def _register(self, request: Request, first: int, last: int) -> None:
+        """Enter blocks [first, last) of a request, which are full, into the prefix cache."""
+        hashes = request.block_hashes()
+        for index in range(first, last):
+            self.blocks.register(request.block_ids[index], hashes[index])
+
     def _share(self, request: Request, count: int) -> ScheduledRequest:
         return ScheduledRequest(request=request, start=request.num_computed_tokens, count=count)
 
@@ -166,6 +209,7 @@ class Scheduler:
         missing = blocks_for(num_tokens) - len(request.block_ids)
         while missing > self.blocks.num_available:
             victim = self.running[-1]
+            assert victim.num_pending_tokens == 0, "see can_run_ahead"
             self._preempt(victim)
             if victim is request:
                 return False
