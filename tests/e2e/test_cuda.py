@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.e2e.harness import SelectionLog, host_pool_gib, make_engine, python_sources, tokens_of
 
+from echokv.engine.draw import Method
+from echokv.engine.engine import Engine
 from echokv.engine.sampling_params import SamplingParams
 
 TOPK = 64
@@ -115,3 +118,108 @@ def test_captured_decode_gives_the_tokens_of_eager_decode(demo_model: Path) -> N
         return results
 
     assert run_one(enforce_eager=False) == run_one(enforce_eager=True)
+
+
+MIXED = {
+    "greedy": SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    "seeded": SamplingParams(seed=1, max_tokens=40, ignore_eos=True),
+    "limited": SamplingParams(seed=2, top_k=30, top_p=0.9, max_tokens=40, ignore_eos=True),
+    "nucleus": SamplingParams(seed=3, top_p=0.8, min_p=0.01, max_tokens=40, ignore_eos=True),
+    "patient": SamplingParams(temperature=0, min_tokens=30, max_tokens=40, ignore_eos=True),
+    "short": SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+}
+"""Ways to draw in a captured step: each alone decides how its whole batch is drawn."""
+
+UNCAPTURED = {
+    "reported": SamplingParams(temperature=0, logprobs=3, max_tokens=20, ignore_eos=True),
+    "penalised": SamplingParams(
+        temperature=0, frequency_penalty=1.5, max_tokens=12, ignore_eos=True
+    ),
+}
+
+
+def sampled_engine(model: Path, **overrides: Any) -> Engine:
+    """Captured, offloaded, with a pool so small that rows are evicted."""
+    engine, _ = make_engine(
+        model,
+        observe=False,
+        host_pool_gib=host_pool_gib(model, 128, "bfloat16"),
+        device_pool_tokens=1000,
+        kv_cache_dtype="bfloat16",
+        enable_prefix_caching=False,  # a prompt's passes have the same shapes every time
+        **COMMON,
+        **overrides,
+    )
+    return engine
+
+
+def sampled(engine: Engine, params: dict[str, SamplingParams]) -> dict[str, list[Any]]:
+    """Tokens and log-probabilities of requests that run together."""
+    tokens = engine.tokenizer.encode(python_sources(20_000))
+    prompts = [tokens[start : start + 400] for start in range(0, 2000 * len(params), 2000)]
+    outputs = engine.generate(prompts, list(params.values()))
+    return {
+        name: [(output.token_ids, output.logprobs, output.finish_reason) for output in one]
+        for name, one in zip(params, outputs, strict=True)
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [["greedy"], ["seeded"], ["limited"], ["nucleus"], ["patient"]])
+def test_captured_draws_are_those_of_the_eager_sampler(demo_model: Path, names: list[str]) -> None:
+    """From the same logits: the graphs are the same in both runs."""
+    params = {name: MIXED[name] for name in ["greedy", "short", *names]}
+    engine = sampled_engine(demo_model)
+    captured = sampled(engine, params)
+    sampler = engine._parts.runner._sampler
+    sampler.captured_method = lambda requests: None  # type: ignore[method-assign]
+    assert sampled(engine, params) == captured
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_async_scheduling_changes_no_output_on_a_gpu(demo_model: Path) -> None:
+    """With every way to sample; a stop token too, found late, in batches that one graph serves."""
+    results = []
+    for ahead in (False, True):
+        engine = sampled_engine(demo_model, async_scheduling=ahead, check_cache=ahead)
+        results.append([sampled(engine, MIXED), sampled(engine, MIXED | UNCAPTURED)])
+        drawn = results[0][0]["seeded"][10][0]
+        stopping = SamplingParams(seed=1, max_tokens=40, stop_token_ids=drawn, ignore_eos=True)
+        results[-1].append(sampled(engine, MIXED | {"seeded": stopping}))
+        assert engine.stats().device_pool_live_slots == 0
+        engine.close()
+    assert results[0] == results[1]
+    ends = {one[-1][2] for one in results[0][2].values()}
+    assert ends == {"stop", "length"}
+
+
+@pytest.mark.gpu
+def test_a_captured_step_neither_allocates_nor_waits(demo_model: Path) -> None:
+    engine = sampled_engine(demo_model)
+    runner, graphs = engine._parts.runner, engine._parts.runner._graphs
+    assert graphs is not None
+    launch, methods = runner.launch, []
+
+    def allocations() -> tuple[int, int]:
+        stats = torch.cuda.memory_stats()
+        return stats["allocation.all.allocated"], stats["segment.all.allocated"]
+
+    def watched(scheduled: Any) -> Any:
+        if not graphs.covers(scheduled):
+            return launch(scheduled)
+        before = allocations()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step = launch(scheduled)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert allocations() == before
+        methods.append(runner._sampler.captured_method(step.requests))
+        return step
+
+    runner.launch = watched  # type: ignore[method-assign]
+    for names in (["greedy"], ["seeded"], ["limited"], ["nucleus"], ["patient"], list(MIXED)):
+        sampled(engine, {name: MIXED[name] for name in names})
+    engine.close()
+    assert set(methods) == set(Method) and len(methods) > 200

@@ -164,3 +164,104 @@ def test_random_load_always_finishes_and_returns_every_block(seed: int, prefix: 
                 scheduler.finish(todo.pop(name))
     assert not scheduler.has_work and not todo
     assert scheduler.blocks.num_held == 0
+
+
+def run_ahead(scheduler: Scheduler, in_flight: list[Request], ends: set[str]) -> list[Request]:
+    """A step whose predecessor's tokens become known only afterwards, as `Engine.step` does it."""
+
+    def collect(step: list[Request]) -> None:
+        for request in step:
+            if request.status is not RequestStatus.FINISHED:
+                request.token_ids.append(7)
+                if request.request_id in ends or request.num_tokens >= request.max_total_tokens:
+                    scheduler.finish(request)
+                else:
+                    scheduler.settle(request)
+
+    if not scheduler.can_run_ahead():
+        collect(in_flight)
+        in_flight = []
+    preemptions = scheduler.num_preemptions
+    scheduled = scheduler.schedule()
+    assert scheduler.num_preemptions == preemptions or not in_flight
+    sampling = [item.request for item in scheduled if item.samples]
+    scheduler.advance(scheduled)
+    collect(in_flight)
+    return sampling
+
+
+def test_a_request_runs_ahead_of_its_tokens_but_not_past_its_last() -> None:
+    scheduler = make_scheduler()
+    request = make_request("r", 5, total=8)
+    scheduler.add(request)
+    computed, in_flight = [], []
+    while scheduler.has_work:
+        in_flight = run_ahead(scheduler, in_flight, set())
+        computed.append(request.num_computed_tokens)
+    assert computed == [5, 6, 7, 7]  # the last of eight tokens is never computed
+    assert request.num_tokens == 8 and scheduler.blocks.num_held == 0
+
+
+def test_a_block_filled_ahead_is_shared_only_if_its_request_goes_on() -> None:
+    for ends in (set(), {"r"}):
+        scheduler = make_scheduler()
+        request = make_request("r", 62)
+        scheduler.add(request)
+        in_flight: list[Request] = []
+        for _ in range(2):
+            in_flight = run_ahead(scheduler, in_flight, set())
+        assert request.num_tokens == 63  # and one token pending
+        in_flight = run_ahead(scheduler, in_flight, ends)  # the 64th row is being written
+        assert request.num_computed_tokens == 64
+        hashes = request.block_hashes()
+        assert len(hashes) == 1 and bool(scheduler.blocks.find_prefix(hashes)) is not bool(ends)
+
+
+def test_nothing_runs_ahead_where_a_request_would_be_preempted_or_is_penalised() -> None:
+    scheduler = make_scheduler(num_blocks=3)
+    request = make_request("r", 127)
+    scheduler.add(request)
+    run_step(scheduler)
+    assert scheduler.can_run_ahead()
+    run_step(scheduler)
+    assert scheduler.can_run_ahead()  # one block is left for its 129th token
+    scheduler.add(make_request("next", 5, first=1000))
+    assert set(run_step(scheduler)) == {"r"}  # that took the last one
+    scheduler.blocks.allocate(scheduler.blocks.num_available)
+    for _ in range(64):
+        assert scheduler.can_run_ahead() == (request.num_tokens <= 192)
+        request.token_ids.append(7)
+    other = make_scheduler()
+    tokens = make_request("p", 5).token_ids
+    params = SamplingParams(presence_penalty=1)
+    other.add(Request("p", tokens, params, max_total_tokens=9, seed=0))
+    run_step(other)
+    assert not other.can_run_ahead()
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_random_load_ahead_of_its_tokens_finishes_too(seed: int, prefix: bool) -> None:
+    rng = random.Random(seed)
+    scheduler = make_scheduler(num_blocks=9, max_running=6, max_batched_tokens=96, prefix=prefix)
+    todo = {}
+    for index in range(30):
+        tokens, first = rng.randint(1, 150), rng.choice([0, 1000])
+        request = make_request(f"r{index}", tokens, first=first, total=tokens + rng.randint(1, 300))
+        todo[f"r{index}"] = request
+        scheduler.add(request)
+    in_flight: list[Request] = []
+    for _ in range(5000):
+        ends = {name for name in todo if rng.random() < 0.002}
+        in_flight = run_ahead(scheduler, in_flight, ends)
+        if rng.random() < 0.004 and scheduler.running:
+            scheduler.finish(rng.choice(scheduler.running))  # an abort, its token in flight
+        owned = [b for r in scheduler.running for b in set(r.block_ids)]
+        if not prefix:
+            assert len(owned) == len(set(owned))
+        if not (scheduler.has_work or in_flight):
+            break
+    assert not scheduler.has_work
+    assert all(request.status is RequestStatus.FINISHED for request in todo.values())
+    assert scheduler.num_preemptions > 0
+    assert scheduler.blocks.num_held == 0

@@ -145,8 +145,7 @@ def _truncate(
     ranked = torch.where(ids < top_k, weights.gather(1, order), 0)
     share = ranked.sum(dim=-1, keepdim=True) * top_p  # sums are below 2^53
     # The last one kept is the first whose cumulative weight reaches the share.
-    last_rank = _first_above(ranked, share.ceil().long() - 1)
-    last = order.gather(1, last_rank.minimum(top_k.long() - 1))
+    last = order.gather(1, _first_above(ranked, share.ceil().long() - 1))
     bound = logits.gather(1, last)
     return torch.where((logits > bound) | ((logits == bound) & (ids <= last)), weights, 0)
 
