@@ -131,17 +131,15 @@ def expected(demo_model: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Fin
     return changes, results
 
 
-@pytest.mark.parametrize("gradually", [False, True])
 @pytest.mark.parametrize(
-    ("num_host_blocks", "prefix_caching", "preempts"),
-    [(64, True, False), (9, True, True), (9, False, True)],
+    ("num_host_blocks", "prefix_caching", "gradually"),
+    [(64, True, False), (12, True, True), (12, False, False)],
 )
 def test_outputs_are_those_of_step_by_step(
     demo_model: Path,
     expected: tuple[dict[str, dict[str, Any]], dict[str, Final]],
     num_host_blocks: int,
     prefix_caching: bool,
-    preempts: bool,
     gradually: bool,
 ) -> None:
     changes, results = expected
@@ -155,7 +153,6 @@ def test_outputs_are_those_of_step_by_step(
     )
     poison_released_rows(engine)
     assert run(engine, changes, gradually=gradually) == results
-    assert (engine.stats().preemptions > 0) == preempts
     assert (engine.stats().prefix_cache_hits > 0) == prefix_caching
     counted = sum(one[4] for one in results.values())
     assert engine.stats().generation_tokens >= counted
@@ -212,20 +209,20 @@ def test_requests_under_a_random_load_are_those_of_each_alone(demo_model: Path) 
     engine, _ = make_engine(
         demo_model,
         observe=False,
-        host_pool_gib=host_pool_gib(demo_model, 14),
+        host_pool_gib=host_pool_gib(demo_model, 8),
         device_pool_tokens=9 * 64,
         **COMMON,
     )
     tokens = engine.tokenizer.encode(python_sources(12_000))
     requests = {}
-    for index in range(30):
-        start, size = rng.choice([0, 0, rng.randrange(3000)]), rng.choice([1, 63, 64, 130, 250])
+    for index in range(16):
+        start, size = rng.choice([0, 0, rng.randrange(3000)]), rng.choice([1, 63, 64, 130])
         params = SamplingParams(
             temperature=rng.choice([0.0, 1.0]),
             seed=index,
             top_k=rng.choice([0, 20]),
-            max_tokens=rng.randint(1, 30),
-            stop_token_ids=tuple(rng.sample(range(256), 8)),
+            max_tokens=rng.choice([1, 30, 130]),
+            stop_token_ids=tuple(rng.sample(range(256), 3)),
             ignore_eos=True,
         )
         requests[f"r{index}"] = tokens[start : start + size], params
@@ -237,13 +234,13 @@ def test_requests_under_a_random_load_are_those_of_each_alone(demo_model: Path) 
             engine.add_request(name, *waiting.pop(name))
         for output in engine.step():
             outputs[output.request_id].append(output)
-        if rng.random() < 0.05 and engine.scheduler.running:
+        if rng.random() < 0.02 and engine.scheduler.running:
             name = rng.choice(engine.scheduler.running).request_id
             engine.abort(name)
             del requests[name]
     assert engine.stats().preemptions > 0
     assert engine.stats().host_pool_live_slots == engine.stats().device_pool_live_slots == 0
-    assert len(requests) > 15
+    assert len(requests) > 8
     engine.close()
     alone, _ = make_engine(
         demo_model,

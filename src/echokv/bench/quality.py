@@ -164,6 +164,7 @@ def _config(config: EngineConfig, group: Sequence[Instance], variant: Variant) -
         max_num_seqs=1,
         enable_prefix_caching=False,
         enforce_eager=True,  # lossy selectors keep state in Python
+        async_scheduling=False,  # and must not see tokens past the end of a request
     )
 
 

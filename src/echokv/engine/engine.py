@@ -21,7 +21,10 @@ from echokv.engine.sampling_params import SamplingParams
 from echokv.engine.scheduler import Scheduler
 from echokv.engine.stats import EngineStats, LayerCacheStats
 from echokv.errors import RequestError
+from echokv.log import get_logger
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
+
+logger = get_logger(__name__)
 
 
 class Engine:
@@ -57,6 +60,8 @@ class Engine:
         )
         self.scheduler = Scheduler(parts.limits, self.blocks)
         self._runs_ahead = config.async_scheduling and hooks.observer is None
+        if config.async_scheduling and not self._runs_ahead:
+            logger.info("async scheduling is off: selections are being observed")
         self._in_flight: StepInFlight | None = None
         self._streams: dict[str, OutputStream] = {}
         self._seeds = random.Random(config.seed)

@@ -85,7 +85,7 @@ class ModelRunner:
         described = [self._sampler.describe(item.request) for item in scheduled] if drawn else []
         graphs.run(scheduled, described, method or Method.GREEDY)
         if method is None:
-            return self._sample(graphs.logits[rows], requests)
+            return self._sample(graphs.logits[self._tensor(rows, torch.int64)], requests)
         for row, request in zip(rows, requests, strict=True):
             request.pending_row = row
         return StepInFlight(
