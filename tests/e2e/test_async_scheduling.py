@@ -209,20 +209,20 @@ def test_requests_under_a_random_load_are_those_of_each_alone(demo_model: Path) 
     engine, _ = make_engine(
         demo_model,
         observe=False,
-        host_pool_gib=host_pool_gib(demo_model, 8),
+        host_pool_gib=host_pool_gib(demo_model, 9),
         device_pool_tokens=9 * 64,
         **COMMON,
     )
     tokens = engine.tokenizer.encode(python_sources(12_000))
     requests = {}
-    for index in range(12):
+    for index in range(8):
         start, size = rng.choice([0, 0, rng.randrange(3000)]), rng.choice([1, 63, 64, 130])
         params = SamplingParams(
             temperature=rng.choice([0.0, 1.0]),
             seed=index,
             top_k=rng.choice([0, 20]),
-            max_tokens=rng.choice([5, 130]),
-            stop_token_ids=tuple(rng.sample(range(256), 1)),
+            max_tokens=rng.choice([20, 130, 130]),
+            stop_token_ids=(rng.randrange(256),) * (index % 2),
             ignore_eos=True,
         )
         requests[f"r{index}"] = tokens[start : start + size], params
@@ -234,13 +234,13 @@ def test_requests_under_a_random_load_are_those_of_each_alone(demo_model: Path) 
             engine.add_request(name, *waiting.pop(name))
         for output in engine.step():
             outputs[output.request_id].append(output)
-        if rng.random() < 0.02 and engine.scheduler.running:
+        if rng.random() < 0.01 and engine.scheduler.running:
             name = rng.choice(engine.scheduler.running).request_id
             engine.abort(name)
             del requests[name]
     assert engine.stats().preemptions > 0
     assert engine.stats().host_pool_live_slots == engine.stats().device_pool_live_slots == 0
-    assert len(requests) > 6
+    assert len(requests) > 4
     engine.close()
     alone, _ = make_engine(
         demo_model,
