@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "top-k, top-p": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
     "top-p": {"temperature": 1.0, "top_p": 0.95},
 }
-METHODS = dict(zip(WAYS, Method, strict=True))
+METHODS = dict(zip(WAYS, (Method.GREEDY, Method.PLAIN, Method.LIMITED, Method.SORTED), strict=True))
 
 
 @dataclass(kw_only=True)
@@ -161,7 +161,7 @@ def engine_steps(options: argparse.Namespace) -> tuple[list[dict[str, Any]], boo
 
 def draw_times(device: torch.device, batches: list[int], vocab: int) -> list[dict[str, Any]]:
     """Microseconds of drawing alone, from logits to tokens, as a captured graph."""
-    topk = load_kernels("auto", device).topk
+    kernels = load_kernels("auto", device)
     results = []
     for batch in batches:
         logits = torch.randn(batch, vocab, device=device) * 3
@@ -169,12 +169,12 @@ def draw_times(device: torch.device, batches: list[int], vocab: int) -> list[dic
             asked = SamplingParams(**values)
             row = (asked.temperature, asked.top_k or 2**31 - 1, asked.top_p, asked.min_p, 0.5)
             inputs = DrawInputs(
-                torch.tensor([row] * batch, dtype=torch.float64, device=device),
+                torch.tensor([row] * batch, dtype=torch.float64, device=device).T.contiguous(),
                 torch.full((batch, MAX_ENDS), -1, dtype=torch.int32, device=device),
             )
             took = median_us(
                 device,
-                lambda: draw(logits, inputs, METHODS[way], topk),  # noqa: B023
+                lambda: draw(logits, inputs, METHODS[way], kernels),  # noqa: B023
             )
             results.append({"batch": batch, "vocab": vocab, "sampling": way, "draw_us": took})
             print(json.dumps(results[-1]), flush=True)

@@ -9,7 +9,7 @@ import torch
 from echokv.engine.decode_inputs import DecodeInputs
 from echokv.engine.draw import (
     ALL_TOKENS,
-    GREEDY_ROW,
+    GREEDY,
     MAX_CANDIDATES,
     MAX_ENDS,
     DrawInputs,
@@ -21,8 +21,9 @@ from echokv.engine.request import Request
 from echokv.engine.sampler import Sampler
 from echokv.engine.sampling_params import SamplingParams
 from echokv.engine.scheduler import ScheduledRequest
-from echokv.kernels.reference.topk import topk
+from echokv.kernels.registry import load_kernels
 
+KERNELS = load_kernels("reference", torch.device("cpu"))
 VOCABS = [1, 2, 127, 128, 129, 1024, 1031, 3000]
 
 
@@ -30,7 +31,7 @@ def make_inputs(rows: list[tuple[float, ...]], ends: dict[int, list[int]]) -> Dr
     padded = torch.full((len(rows), MAX_ENDS), -1, dtype=torch.int32)
     for row, tokens in ends.items():
         padded[row, : len(tokens)] = torch.tensor(tokens)
-    return DrawInputs(torch.tensor(rows, dtype=torch.float64), padded)
+    return DrawInputs(torch.tensor(rows, dtype=torch.float64).T.contiguous(), padded)
 
 
 def exact_token(logits: torch.Tensor, row: tuple[float, ...]) -> tuple[int, Fraction]:
@@ -79,15 +80,17 @@ def test_every_method_draws_the_exact_token(vocab: int) -> None:
     logits = torch.randn(40, vocab, generator=generator) * 3
     logits[::3] = logits[::3].round()  # many ties
     inputs = make_inputs(rows, {})
-    everything = draw(logits, inputs, Method.SORTED, topk)
+    everything = draw(logits, inputs, Method.SORTED, KERNELS)
     exact = [exact_token(one, row) for one, row in zip(logits, rows, strict=True)]
     sure = Fraction(vocab, 2 ** weight_bits(vocab))  # what rounding may move
     assert sum(margin > sure for _, margin in exact) > 35
     for row, (token, margin) in enumerate(exact):
         assert margin <= sure or int(everything[row]) == token
-    for method in (Method.GREEDY, Method.PLAIN, Method.CANDIDATES):
-        served = [row for row, asked in enumerate(rows) if method >= needed(asked)]
-        got = draw(logits[served], inputs_of(inputs, served), method, topk)
+    for method in set(Method) - {Method.SORTED}:
+        served = [
+            row for row, asked in enumerate(rows) if Method.join(method, needed(asked)) is method
+        ]
+        got = draw(logits[served], inputs_of(inputs, served), method, KERNELS)
         assert got.tolist() == everything[served].tolist()
 
 
@@ -96,36 +99,36 @@ def needed(row: tuple[float, ...]) -> Method:
     if temperature == 0:
         return Method.GREEDY
     if top_k <= MAX_CANDIDATES:
-        return Method.CANDIDATES
+        return Method.LIMITED
     return Method.PLAIN if top_k == ALL_TOKENS and top_p == 1 else Method.SORTED
 
 
 def inputs_of(inputs: DrawInputs, rows: list[int]) -> DrawInputs:
-    return DrawInputs(inputs.numbers[rows], inputs.ends[rows])
+    return DrawInputs(inputs.numbers[:, rows], inputs.ends[rows])
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
-@pytest.mark.parametrize("method", [Method.PLAIN, Method.CANDIDATES, Method.SORTED])
+@pytest.mark.parametrize("method", set(Method) - {Method.GREEDY})
 def test_extreme_draws_stay_among_tokens_with_mass(method: Method, uniform: float) -> None:
     logits = torch.full((3, 300), -torch.inf)
     logits[0, 40] = logits[1, 299] = 1.0
     logits[2, [7, 250]] = torch.tensor([-3e38, 3e38])
     rows = [(1.0, 5.0, 1.0, 0.0, uniform)] * 2 + [(1e-9, 5.0, 1.0, 0.0, uniform)]
-    assert draw(logits, make_inputs(rows, {}), method, topk).tolist() == [40, 299, 250]
+    assert draw(logits, make_inputs(rows, {}), method, KERNELS).tolist() == [40, 299, 250]
 
 
 def test_equal_logits_are_drawn_in_the_order_of_ids() -> None:
     rows = [(1.0, ALL_TOKENS, 1.0, 0.0, (index + 0.5) / 200) for index in range(200)]
-    tokens = draw(torch.zeros(200, 200), make_inputs(rows, {}), Method.PLAIN, topk)
+    tokens = draw(torch.zeros(200, 200), make_inputs(rows, {}), Method.PLAIN, KERNELS)
     assert tokens.tolist() == list(range(200))
 
 
 def test_suppressed_tokens_are_never_drawn() -> None:
     logits = torch.zeros(3, 9)
     logits[:, 4] = 5
-    rows = [GREEDY_ROW, GREEDY_ROW, (1.0, 1.0, 1.0, 0.0, 0.9)]
+    rows = [GREEDY, GREEDY, (1.0, 1.0, 1.0, 0.0, 0.9)]
     inputs = make_inputs(rows, {1: [4], 2: [0, 1, 4]})
-    assert draw(logits, inputs, Method.SORTED, topk).tolist() == [4, 0, 2]
+    assert draw(logits, inputs, Method.SORTED, KERNELS).tolist() == [4, 0, 2]
     assert logits[0, 4] == 5 and logits[1, 4] == 5  # the logits are another reader's
 
 
@@ -145,7 +148,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 def test_captured_draws_are_the_eager_samplers(seed: int) -> None:
     """What a graph replays, `draw` over fixed buffers, and what runs without one."""
     rng = random.Random(seed)
-    sampler = Sampler((0, 5), topk)
+    sampler = Sampler((0, 5), KERNELS)
     buffers = DecodeInputs(24, 640, torch.device("cpu"), torch.zeros(24, dtype=torch.int64))
     seen = set()
     for _ in range(20):
@@ -166,7 +169,7 @@ def test_captured_draws_are_the_eager_samplers(seed: int) -> None:
         items = [ScheduledRequest(request=r, start=r.num_tokens - 1, count=1) for r in requests]
         described = [] if method is Method.GREEDY else [sampler.describe(r) for r in requests]
         buffers.fill(items, described)
-        captured = draw(logits, buffers.draws(24), method, topk)
+        captured = draw(logits, buffers.draws(24), method, KERNELS)
         assert captured[: len(requests)].tolist() == eager.tolist()
     assert len(seen) > 1
 
@@ -179,7 +182,7 @@ def test_captured_draws_are_the_eager_samplers(seed: int) -> None:
         (SamplingParams(temperature=0, min_tokens=1), Method.PLAIN),
         (SamplingParams(), Method.PLAIN),
         (SamplingParams(min_p=0.1), Method.PLAIN),
-        (SamplingParams(top_k=MAX_CANDIDATES, top_p=0.9), Method.CANDIDATES),
+        (SamplingParams(top_k=MAX_CANDIDATES, top_p=0.9), Method.LIMITED),
         (SamplingParams(top_k=MAX_CANDIDATES + 1), Method.SORTED),
         (SamplingParams(top_p=0.9), Method.SORTED),
         (SamplingParams(temperature=0, logprobs=0), None),
@@ -193,4 +196,37 @@ def test_a_batch_is_drawn_by_what_its_rows_need(
 ) -> None:
     request = Request("r", [1], params, max_total_tokens=10, seed=0)
     greedy = Request("g", [1], SamplingParams(temperature=0), max_total_tokens=10, seed=0)
-    assert Sampler((0,), topk).captured_method([request, greedy]) is method
+    assert Sampler((0,), KERNELS).captured_method([request, greedy]) is method
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", list(Method))
+@pytest.mark.parametrize("rows", [1, 13, 70])
+def test_a_gpu_draws_the_tokens_of_the_cpu(method: Method, rows: int) -> None:
+    """At DeepSeek-V3.2's vocabulary; as a captured graph, twice."""
+    rng = random.Random(rows)
+    vocab, gpu = 129_280, torch.device("cuda")
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)) * 3
+    asked = [
+        (
+            rng.choice([0.0, 0.7, 1.0]),
+            rng.choice([5, 800]) if method is Method.LIMITED else ALL_TOKENS,
+            0.9 if method in (Method.LIMITED, Method.SORTED) else 1.0,
+            rng.choice([0.0, 0.01]),
+            rng.random(),
+        )
+        for _ in range(rows)
+    ]
+    inputs = make_inputs(asked, {0: [int(logits[0].argmax())]} if method else {})
+    expected = draw(logits, inputs, method, KERNELS)
+    on_gpu = DrawInputs(inputs.numbers.to(gpu), inputs.ends.to(gpu))
+    kernels, there = load_kernels("triton", gpu), logits.to(gpu)
+    assert draw(there, on_gpu, method, kernels).tolist() == expected.tolist()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = draw(there, on_gpu, method, kernels)
+    for _ in range(2):
+        captured.fill_(-1)
+        graph.replay()
+        assert captured.tolist() == expected.tolist()

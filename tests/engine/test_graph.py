@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from echokv.engine.decode_inputs import DecodeInputs
-from echokv.engine.draw import GREEDY_ROW
+from echokv.engine.draw import GREEDY
 from echokv.engine.graph import batch_sizes, context_bounds
 from echokv.engine.inputs import PassInputs
 from echokv.engine.request import Request
@@ -104,12 +104,12 @@ def test_draws_are_staged_and_forgotten() -> None:
     buffers, _ = make_inputs(3, 64)
     items = [decoding("a", 3, [1]), decoding("b", 5, [0])]
     drawn = (0.7, 5.0, 0.9, 0.1, 0.25)
-    buffers.fill(items, [(GREEDY_ROW, [4, 9]), (drawn, [])])
+    buffers.fill(items, [(GREEDY, [4, 9]), (drawn, [])])
     draws = buffers.draws(3)
-    assert draws.numbers.tolist() == [list(GREEDY_ROW), list(drawn), list(GREEDY_ROW)]
+    assert draws.numbers.T.tolist() == [list(GREEDY), list(drawn), list(GREEDY)]
     assert draws.ends.tolist() == [[4, 9, *[-1] * 6], [-1] * 8, [-1] * 8]
     buffers.fill(items, [])
-    assert draws.numbers.tolist() == [list(GREEDY_ROW)] * 3
+    assert draws.numbers.T.tolist() == [list(GREEDY)] * 3
     assert draws.ends.tolist() == [[-1] * 8] * 3
 
 

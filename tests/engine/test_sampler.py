@@ -11,9 +11,10 @@ from echokv.engine.request import Request
 from echokv.engine.sampler import Sampled, Sampler, finish, uniform
 from echokv.engine.sampling_params import SamplingParams
 from echokv.errors import RequestError
-from echokv.kernels.reference.topk import topk
+from echokv.kernels.registry import load_kernels
 
 VOCAB = 50
+KERNELS = load_kernels("reference", torch.device("cpu"))
 
 
 def make_request(prompt: list[int], output: list[int], **params: Any) -> Request:
@@ -29,7 +30,7 @@ def make_request(prompt: list[int], output: list[int], **params: Any) -> Request
 
 
 def sample(logits: torch.Tensor, requests: list[Request], eos: tuple[int, ...]) -> list[Sampled]:
-    draws = Sampler(eos, topk).sample(logits, requests)
+    draws = Sampler(eos, KERNELS).sample(logits, requests)
     reports = [(row, values.tolist(), tokens.tolist()) for row, values, tokens in draws.reports]
     return finish(draws.token_ids.tolist(), reports)
 

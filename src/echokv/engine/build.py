@@ -156,7 +156,7 @@ def build_engine_parts(
         runner=ModelRunner(
             model,
             context,
-            Sampler(eos_token_ids, kernels.topk),
+            Sampler(eos_token_ids, kernels),
             token_tile=kernels.token_tile,
             tokens=tokens,
             graphs=graphs,
@@ -220,9 +220,7 @@ def _graphs(
         logger.info("decode runs without CUDA graphs: %s", reason)
         return None
     on_phase("capturing graphs")
-    return DecodeGraphs(
-        model, context, kernels.topk, max_model_len=plan.max_model_len, tokens=tokens
-    )
+    return DecodeGraphs(model, context, kernels, max_model_len=plan.max_model_len, tokens=tokens)
 
 
 def _row_format(config: EngineConfig, model: ModelConfig) -> RowFormat:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch
-from echokv.engine.draw import COLUMNS, GREEDY_ROW, MAX_ENDS, Described, DrawInputs
+from echokv.engine.draw import COLUMNS, GREEDY, MAX_ENDS, Described, DrawInputs
 from echokv.engine.scheduler import ScheduledRequest
 from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT, HostSlots, blocks_for
 
@@ -30,13 +30,13 @@ class _Layout:
         self.num_bytes = self.numbers + self.columns + max_requests * MAX_ENDS * 4
 
     def views(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[C, R] int32 columns; [R, 5] float64 and [R, MAX_ENDS] int32 of `DrawInputs`."""
+        """[C, R] int32 columns; [5, R] float64 and [R, MAX_ENDS] int32 of `DrawInputs`."""
         numbers, columns, ends = buffer.split(
             (self.numbers, self.columns, self.num_bytes - self.numbers - self.columns)
         )
         return (
             columns.view(torch.int32).view(len(_PADDING), self.rows),
-            numbers.view(torch.float64).view(self.rows, len(COLUMNS)),
+            numbers.view(torch.float64).view(len(COLUMNS), self.rows),
             ends.view(torch.int32).view(self.rows, MAX_ENDS),
         )
 
@@ -172,8 +172,10 @@ def _fill_columns(columns: np.ndarray, items: Sequence[ScheduledRequest]) -> Non
 
 
 def _fill_draws(staging: _Staging, described: Sequence[Described]) -> None:
-    staging.numbers[:] = GREEDY_ROW
+    staging.numbers[:] = np.array(GREEDY)[:, None]
     staging.ends[:] = -1
-    for row, (numbers, ends) in enumerate(described):
-        staging.numbers[row] = numbers
-        staging.ends[row, : len(ends)] = ends
+    if described:
+        staging.numbers[:, : len(described)] = np.array([numbers for numbers, _ in described]).T
+    for row, (_, ends) in enumerate(described):
+        if ends:
+            staging.ends[row, : len(ends)] = ends

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from echokv.attention.context import ForwardContext
 from echokv.engine.decode_inputs import DecodeInputs
-from echokv.engine.draw import Described, Method, TopK, draw
+from echokv.engine.draw import Described, Method, draw
 from echokv.engine.scheduler import ScheduledRequest
+from echokv.kernels.registry import Kernels
 from echokv.log import progress
 from echokv.models.deepseek_v32 import DeepseekV32
 
@@ -32,7 +33,7 @@ class DecodeGraphs:
     Args:
         model: the loaded model, whose decode pass never waits for the device.
         context: what it calls; an observer would only be called while capturing, so it has none.
-        topk: the backend's exact top-k, for drawing.
+        kernels: the backend, for drawing.
         max_model_len: longest context, tokens.
         tokens: [most requests of a step] int64 on a CUDA device: what the step before sampled, and
             after this step what this one did.
@@ -42,7 +43,7 @@ class DecodeGraphs:
         self,
         model: DeepseekV32,
         context: ForwardContext,
-        topk: TopK,
+        kernels: Kernels,
         *,
         max_model_len: int,
         tokens: Tensor,
@@ -50,7 +51,7 @@ class DecodeGraphs:
         assert context.observer is None, "an observer doesn't see what a graph selects"
         self._model = model
         self._context = context
-        self._topk = topk
+        self._kernels = kernels
         self._tokens = tokens
         max_requests = tokens.shape[0]
         self._sizes = batch_sizes(max_requests)
@@ -124,7 +125,9 @@ class DecodeGraphs:
         self._tokens[:size] = self.logits[:size].argmax(dim=-1)
 
     def _draw(self, size: int, method: Method) -> None:
-        self._tokens[:size] = draw(self.logits[:size], self._inputs.draws(size), method, self._topk)
+        self._tokens[:size] = draw(
+            self.logits[:size], self._inputs.draws(size), method, self._kernels
+        )
 
 
 def batch_sizes(max_requests: int) -> list[int]:

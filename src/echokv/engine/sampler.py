@@ -13,17 +13,19 @@ from torch import Tensor
 
 from echokv.engine.draw import (
     ALL_TOKENS,
-    GREEDY_ROW,
+    COLUMNS,
+    GREEDY,
     MAX_CANDIDATES,
     MAX_ENDS,
     Described,
     DrawInputs,
     Method,
-    TopK,
     draw,
 )
 from echokv.engine.outputs import TokenLogprobs
 from echokv.engine.request import Request
+from echokv.engine.sampling_params import SamplingParams
+from echokv.kernels.registry import Kernels
 
 _FINITE = torch.finfo(torch.float32)
 
@@ -53,12 +55,12 @@ class Sampler:
 
     Args:
         eos_token_ids: tokens that end a request; suppressed before min_tokens.
-        topk: the backend's exact top-k.
+        kernels: the backend.
     """
 
-    def __init__(self, eos_token_ids: tuple[int, ...], topk: TopK) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], kernels: Kernels) -> None:
         self._eos_token_ids = eos_token_ids
-        self._topk = topk
+        self._kernels = kernels
 
     def captured_method(self, requests: Sequence[Request]) -> Method | None:
         """How a captured step draws for these requests; None: `sample` must, from its logits."""
@@ -68,7 +70,8 @@ class Sampler:
             ends = len(self._ends(request))
             if params.logprobs is not None or params.is_penalised or ends > MAX_ENDS:
                 return None
-            method = max(method, _needed(request), Method.PLAIN if ends else Method.GREEDY)
+            suppressing = Method.PLAIN if ends else Method.GREEDY
+            method = Method.join(method, _needed(params), suppressing)
         return method
 
     def describe(self, request: Request) -> Described:
@@ -76,7 +79,7 @@ class Sampler:
         params = request.params
         ends = self._ends(request)
         if params.is_greedy:
-            return GREEDY_ROW, ends
+            return GREEDY, ends
         top_k = params.top_k if params.top_k > 0 else ALL_TOKENS
         number = uniform(request.seed, request.next_output_index)
         return (params.temperature, top_k, params.top_p, params.min_p, number), ends
@@ -103,13 +106,14 @@ class Sampler:
             numbers.append(described)
             if ends:
                 logits[row, _indices(ends, logits.device)] = -torch.inf
-            method = max(method, _needed(request))
+            method = Method.join(method, _needed(request.params))
         device = logits.device
+        columns = list(zip(*numbers, strict=True)) or [()] * len(COLUMNS)
         inputs = DrawInputs(
-            torch.tensor(numbers, dtype=torch.float64).view(-1, 5).to(device, non_blocking=True),
+            torch.tensor(columns, dtype=torch.float64).to(device, non_blocking=True),
             torch.full((len(requests), MAX_ENDS), -1, dtype=torch.int32, device=device),
         )
-        token_ids = draw(logits, inputs, method, self._topk)
+        token_ids = draw(logits, inputs, method, self._kernels)
         return Draws(
             token_ids=token_ids,
             reports=[(row, *_report(raw[row], token_ids[row], requests[row])) for row in raw],
@@ -144,12 +148,11 @@ def finish(
     ]
 
 
-def _needed(request: Request) -> Method:
-    params = request.params
+def _needed(params: SamplingParams) -> Method:
     if params.is_greedy:
         return Method.GREEDY
     if 0 < params.top_k <= MAX_CANDIDATES:
-        return Method.CANDIDATES
+        return Method.LIMITED
     return Method.PLAIN if params.top_k <= 0 and params.top_p == 1 else Method.SORTED
 
 

@@ -36,6 +36,7 @@ OPS = {
     "release": "release",
     "tick": "tick",
     "score_priorities": "priorities",
+    "token_weights": "token_weights",
 }
 """Op -> the module that holds it, under the same name in every backend's folder."""
 
@@ -232,6 +233,10 @@ class Kernels(Protocol):
     def score_priorities(
         self, clock: Tensor, scores: Tensor, host_slots: Tensor, priorities: Tensor
     ) -> None: ...
+
+    def token_weights(
+        self, logits: Tensor, best: Tensor, temperature: Tensor, min_p: Tensor, bits: int
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def load_kernels(backend: str, device: torch.device) -> Kernels:
