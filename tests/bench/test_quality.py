@@ -60,6 +60,14 @@ def test_a_small_run(small_model: Path, tmp_path: Path) -> None:
     json.dumps(result)
 
 
+def test_workers_give_the_same_answers(small_model: Path) -> None:
+    config, pools = EngineConfig(model=str(small_model)), [Fraction(1, 4)]
+    alone, shared = (
+        run_quality(config, INSTANCES, pools, ["clo-like"], workers=count) for count in (1, 2)
+    )
+    assert shared == alone
+
+
 def test_one_other_token_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(_config: EngineConfig, group: list[Instance], variant: Variant) -> Answers:
         tokens = [(1, 2, 3)] * len(group)

@@ -5,7 +5,9 @@ offloaded variants must give the resident variant's tokens, every one of them.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -62,6 +64,8 @@ def run_quality(
     instances: Sequence[Instance],
     fractions: Sequence[Fraction],
     lossy: Sequence[str] = tuple(LOSSY),
+    *,
+    workers: int = 1,
 ) -> dict[str, Any]:
     """Ask every instance of every variant, ready for JSON.
 
@@ -73,6 +77,7 @@ def run_quality(
         instances: grouped by their `length`, in order of first appearance.
         fractions: device pools, as shares of the longest context of a group.
         lossy: names of LOSSY.
+        workers: processes that share the groups and variants; each loads the model.
 
     Returns:
         `groups`, each with `rows`, one a variant; `lossless`: whether every offloaded row has
@@ -83,10 +88,8 @@ def run_quality(
         groups.setdefault(instance.length, []).append(instance)
     chosen = variants(fractions, lossy)
     jobs = [(group, variant) for group in groups.values() for variant in chosen]
-    answers = [
-        ask(config, group, variant)
-        for group, variant in progress(jobs, total=len(jobs), what="quality", unit="run")
-    ]
+    asked = _ask_all(config, jobs, workers)
+    answers = list(progress(asked, total=len(jobs), what="quality", unit="run"))
     results: list[dict[str, Any]] = []
     for place, (length, group) in enumerate(groups.items()):
         mine = answers[place * len(chosen) : (place + 1) * len(chosen)]
@@ -107,6 +110,18 @@ def run_quality(
         "groups": results,
         "lossless": all(row["identical"] == row["total"] for row in offloaded),
     }
+
+
+def _ask_all(
+    config: EngineConfig, jobs: Sequence[tuple[list[Instance], Variant]], workers: int
+) -> Iterator[Answers]:
+    if workers == 1:
+        yield from (ask(config, group, variant) for group, variant in jobs)
+        return
+    groups, chosen = zip(*jobs, strict=True)
+    context = multiprocessing.get_context("spawn")  # a forked process can't use CUDA
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        yield from pool.map(ask, [config] * len(jobs), groups, chosen)
 
 
 def ask(config: EngineConfig, group: Sequence[Instance], variant: Variant) -> Answers:
