@@ -197,9 +197,10 @@ class Scheduler:
 
     def _register(self, request: Request, first: int, last: int) -> None:
         """Enter blocks [first, last) of a request, which are full, into the prefix cache."""
-        hashes = request.block_hashes()
-        for index in range(first, last):
-            self.blocks.register(request.block_ids[index], hashes[index])
+        if first < last:
+            hashes = request.block_hashes()
+            for index in range(first, last):
+                self.blocks.register(request.block_ids[index], hashes[index])
 
     def _share(self, request: Request, count: int) -> ScheduledRequest:
         return ScheduledRequest(request=request, start=request.num_computed_tokens, count=count)
