@@ -147,7 +147,9 @@ def engine_steps(options: argparse.Namespace) -> tuple[list[dict[str, Any]], boo
         said = {}
         for ahead in (True, False):
             for way in options.sampling:
-                params = SamplingParams(max_tokens=options.steps, ignore_eos=True, seed=1, **values)
+                params = SamplingParams(
+                    max_tokens=options.steps, ignore_eos=True, seed=1, **WAYS[way]
+                )
                 engine = make_engine(options, batch, ahead)
                 report, said[way, ahead] = run_steps(engine, options, batch, params)
                 engine.close()
