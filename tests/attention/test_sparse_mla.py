@@ -75,6 +75,7 @@ def batch_of(host_slots: Tensor, padding: int = 0, context_rows: int = HOST_SLOT
         context_lens=zeros,
         host_slots=HostSlots(torch.cat([host_slots, host_slots.new_full((padding,), -1)])),
         request_rows=zeros,
+        request_slots=None,
         block_tables=zeros[:1, None],
         sampled_rows=zeros[:0].long(),
         max_context_len=HOST_SLOTS,

@@ -63,6 +63,7 @@ def make_batch(tables: Tensor, rows: list[tuple[int, int]], padding: int = 0) ->
         context_lens=torch.where(real, positions + 1, 0).to(torch.int32),
         host_slots=HostSlots(slots.to(torch.int32)),
         request_rows=requests,
+        request_slots=None,
         block_tables=tables,
         sampled_rows=torch.zeros(0, dtype=torch.int64),
         max_context_len=max(position + 1 for _, position in rows),

@@ -78,6 +78,10 @@ class SparseAttention:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
         self._cache.begin_step()
 
+    def end_pass(self) -> None:
+        """End a forward pass: what ran beside it has been waited for."""
+        self._cache.end_pass()
+
     def append(self, layer: int, latent: Tensor, rope: Tensor, batch: ForwardBatch) -> None:
         """Store this pass's rows of one layer.
 

@@ -15,6 +15,8 @@ class LayerCounters:
     selected: int  # distinct rows that attention asked for
     recalled: int  # of those, fetched from host because they were absent
     evicted: int
+    prefetched: int  # moved before the selection was known
+    useful: int  # of those, selected in the same step
     resident: int  # now
 
 
@@ -82,6 +84,10 @@ class KVCache(Protocol):
         Raises:
             CapacityError: max_distinct exceeds the device pool.
         """
+        ...
+
+    def end_pass(self) -> None:
+        """End a forward pass: nothing of it is in flight beside the current stream any more."""
         ...
 
     def rows(self, layer: int) -> Tensor:

@@ -46,6 +46,7 @@ class Engine:
     ) -> None:
         parts = build_engine_parts(config, on_phase, hooks)
         self._on_release = hooks.on_release
+        self._on_predictions = hooks.on_predictions
         self._parts: EngineParts = parts
         self.config = parts.config
         self.plan = parts.plan
@@ -127,6 +128,7 @@ class Engine:
         self._release_stale()
         if not scheduled:
             return []
+        self._prepare_predictions()
         logits = self._parts.runner.execute(scheduled)
         sampling = [item.request for item in scheduled if item.samples]
         self.scheduler.advance(scheduled)
@@ -175,8 +177,8 @@ class Engine:
                     selected_rows=counts.selected,
                     recalled_rows=counts.recalled,
                     evicted_rows=counts.evicted,
-                    prefetched_useful_rows=0,
-                    prefetched_wasted_rows=0,
+                    prefetched_useful_rows=counts.useful,
+                    prefetched_wasted_rows=counts.prefetched - counts.useful,
                     resident_rows=counts.resident,
                 )
                 for counts in self.cache.counters()
@@ -200,6 +202,15 @@ class Engine:
                 del self._streams[request.request_id]
             outputs.append(output)
         return outputs
+
+    def _prepare_predictions(self) -> None:
+        """What was learnt about earlier requests says nothing about those that begin to run."""
+        new = self.scheduler.take_new_request_slots()
+        if self._parts.predictions is None:
+            return
+        self._parts.predictions.forget(new)
+        if self._on_predictions is not None:
+            self._on_predictions(self._parts.predictions)
 
     def _release_stale(self) -> None:
         stale = self.blocks.take_stale()

@@ -21,7 +21,7 @@ from echokv.models.deepseek_v32 import DeepseekV32
 SMALLEST_CONTEXT = 8192
 """Tokens; below it a tighter bound on the score width saves nothing that can be measured."""
 
-_COLUMNS = ("positions", "context_lens", "host_slots")
+_COLUMNS = ("positions", "context_lens", "host_slots", "request_slots")
 
 
 class DecodeInputs:
@@ -63,13 +63,14 @@ class DecodeInputs:
 
     def batch(self, rows: int, max_context_len: int) -> ForwardBatch:
         """The first rows of the buffers as a pass; no row counts as padding to the model."""
-        positions, context_lens, host_slots = (column[:rows] for column in self._columns)
+        positions, context_lens, host_slots, request_slots = self._columns[:, :rows]
         return ForwardBatch(
             token_ids=self._tokens[:rows],
             positions=positions,
             context_lens=context_lens,
             host_slots=HostSlots(host_slots),
             request_rows=self._rows[:rows],
+            request_slots=request_slots,
             block_tables=self._tables[:rows],
             sampled_rows=self._rows[:rows].long(),
             max_context_len=max_context_len,
@@ -80,7 +81,8 @@ class DecodeInputs:
     def _clear(self) -> None:
         self._tokens_staged.zero_()
         self._staged.zero_()
-        self._staged[_COLUMNS.index("host_slots")] = NO_SLOT
+        for name in ("host_slots", "request_slots"):
+            self._staged[_COLUMNS.index(name)] = NO_SLOT
 
 
 class DecodeGraphs:

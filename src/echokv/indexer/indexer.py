@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch, positions_to_host_slots
+from echokv.indexer.prefetch import Prefetcher
 from echokv.kernels.reference.index_scores import score_width
 from echokv.kernels.registry import Kernels
 from echokv.memory.formats import IndexKeyFormat
@@ -65,12 +66,21 @@ class Indexer:
         pages: [L_index, n_pages, page_bytes] uint8; page id == host block id.
         fmt: how a page is laid out.
         topk: entries of a selection (`index_topk`).
+        prefetcher: what is told of scores and k-th scores; None: no prefetch.
     """
 
-    def __init__(self, kernels: Kernels, pages: Tensor, fmt: IndexKeyFormat, topk: int) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        pages: Tensor,
+        fmt: IndexKeyFormat,
+        topk: int,
+        prefetcher: Prefetcher | None = None,
+    ) -> None:
         self._kernels = kernels
         self._pages = pages
         self._fmt = fmt
+        self._prefetcher = prefetcher
         self.topk = topk
 
     def with_topk(self, topk: int) -> "Indexer":
@@ -131,7 +141,12 @@ class Indexer:
             context_lens,
             batch.max_context_len,
         )  # [t, W]
+        prefetcher = self._prefetcher if scores.shape[0] == batch.num_tokens else None
+        if prefetcher is not None and prefetcher.rows_per_request(batch):
+            prefetcher.start(index_layer, scores, batch)
         positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
+        if prefetcher is not None:
+            prefetcher.learn(kth_scores)
         selected = scores.gather(1, positions.clamp(min=0).long())
         return Selection(
             positions=positions,

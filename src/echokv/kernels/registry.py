@@ -36,6 +36,9 @@ OPS = {
     "release": "release",
     "tick": "tick",
     "score_priorities": "priorities",
+    "prefetch_candidates": "candidates",
+    "update_thresholds": "thresholds",
+    "count_useful": "useful",
 }
 """Op -> the module that holds it, under the same name in every backend's folder."""
 
@@ -231,6 +234,42 @@ class Kernels(Protocol):
 
     def score_priorities(
         self, clock: Tensor, scores: Tensor, host_slots: Tensor, priorities: Tensor
+    ) -> None: ...
+
+    def prefetch_candidates(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        request_slots: Tensor,
+        thresholds: Tensor,
+        enabled: Tensor,
+        host_to_device: Tensor,
+        *,
+        most: int,
+        rows_per_unit: int,
+        least: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def update_thresholds(
+        self,
+        request_slots: Tensor,
+        kth_scores: Tensor,
+        candidate_scores: Tensor,
+        num_candidates: Tensor,
+        thresholds: Tensor,
+        usefulness: Tensor,
+        enabled: Tensor,
+    ) -> None: ...
+
+    def count_useful(
+        self,
+        host_slots: Tensor,
+        floor: Tensor,
+        host_to_device: Tensor,
+        priority: Tensor,
+        total: Tensor,
     ) -> None: ...
 
 
