@@ -47,13 +47,12 @@ def update_thresholds(
     new = torch.where(old.isfinite(), EMA_ALPHA * old + (1 - EMA_ALPHA) * kth, kth)
     thresholds[slots] = torch.where(kth.isfinite(), new, torch.inf)
 
-    issued = num_candidates[rows]
+    learning = num_candidates[rows] > 0
+    slots, kth, issued = slots[learning], kth[learning], num_candidates[rows][learning]
     place = torch.arange(candidate_scores.shape[1], device=issued.device)
-    reached = (place < issued[:, None]) & (candidate_scores[rows] >= kth[:, None])
-    share = reached.sum(dim=1).float() / issued.clamp(min=1).float()
-    before = usefulness[slots]
-    after = USEFULNESS_ALPHA * before + (1 - USEFULNESS_ALPHA) * share
-    after = torch.where(issued > 0, after, before)
+    reached = candidate_scores[rows][learning] >= kth[:, None]
+    share = (reached & (place < issued[:, None])).sum(dim=1).float() / issued.float()
+    after = USEFULNESS_ALPHA * usefulness[slots] + (1 - USEFULNESS_ALPHA) * share
     usefulness[slots] = after
     on = torch.where(after < TURN_OFF_BELOW, 0, enabled[slots])
     enabled[slots] = torch.where(after >= TURN_ON_FROM, 1, on).to(torch.int32)

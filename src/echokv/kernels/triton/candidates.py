@@ -35,8 +35,9 @@ def _find(
     slot = tl.load(request_slots + row)
     threshold = tl.load(thresholds + slot, mask=slot >= 0, other=float("inf"))
     length = tl.minimum(tl.load(context_lens + row), width)
+    length = tl.where(threshold < float("inf"), length, 0)  # no NaN passes
     position = start + tl.arange(0, PIECE)
-    inside = (position < length) & (threshold < float("inf"))
+    inside = position < length
     score = tl.load(scores + row * width + position, mask=inside, other=0.0)
     beats = inside & (score >= threshold)
     table = block_tables + tl.load(request_rows + row).to(tl.int64) * num_blocks
