@@ -75,17 +75,16 @@ def moved(stats: EngineStats) -> list[int]:
 def test_prefetch_in_graphs_is_lossless(demo_model: Path, backend: str, dtype: str) -> None:
     if backend == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    expected, stats = run(demo_model, 1000, dtype, backend=backend, prefetch=False)
-    assert moved(stats) == [0, 0, 0]
     huge = PrefetchBudget(rows_per_unit=2**20, least=2**20)
     hostile = EngineHooks(on_predictions=invent, prefetch_budget=huge)
-    for hooks in (NO_HOOKS, hostile):
-        for eager in (False, True):
-            tokens, stats = run(
-                demo_model, 1000, dtype, backend=backend, hooks=hooks, enforce_eager=eager
-            )
+    for eager in (False, True):
+        common: dict[str, Any] = {"backend": backend, "enforce_eager": eager}
+        expected, stats = run(demo_model, 1000, dtype, prefetch=False, **common)
+        assert moved(stats) == [0, 0, 0]
+        for hooks in (NO_HOOKS, hostile):
+            tokens, stats = run(demo_model, 1000, dtype, hooks=hooks, **common)
             assert tokens == expected
             assert min(moved(stats)) > 0
             assert all(layer.evicted_rows > 0 for layer in stats.layers)
-    tokens, _ = run(demo_model, 9 * TOPK, dtype, backend=backend, hooks=hostile)
-    assert tokens == expected
+        tokens, _ = run(demo_model, 9 * TOPK, dtype, hooks=hostile, **common)
+        assert tokens == expected
