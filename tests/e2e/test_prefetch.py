@@ -3,6 +3,7 @@
 Selected sets too. `test_lossless.py` compares with each request alone, through preemptions.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from tests.e2e.harness import (
     tokens_of,
 )
 
+from echokv.attention import sparse_mla
+from echokv.cache.manager import CacheManager
 from echokv.config import EngineConfig
 from echokv.engine.build import EngineHooks
 from echokv.engine.engine import Engine
 from echokv.engine.sampling_params import SamplingParams
 from echokv.engine.stats import EngineStats
-from echokv.indexer.prefetch import PrefetchBudget
+from echokv.indexer import indexer, prefetch
+from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
 
 TOPK = 64
@@ -220,3 +224,31 @@ def test_only_running_requests_have_predictions(demo_model: Path) -> None:
             assert known[slot] == (len(prompt) + 2 > TOPK) and sum(known) == known[slot]
         seen.clear()
     engine.close()
+
+
+@pytest.mark.parametrize("pool", [4 * TOPK, 9 * TOPK, 700])
+def test_recalling_ahead_in_prefill_changes_no_token_and_no_set(
+    demo_model: Path,
+    without: tuple[list[list[int]], SelectionLog],
+    pool: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Query blocks beside the next where a pass fits the pool, pieces beside the next elsewhere."""
+    ahead = Counter[str]()
+    recall_ahead, recall_block = CacheManager.recall_ahead, Prefetcher.recall_block
+
+    def count_ahead(*args: Any, **kwargs: Any) -> None:
+        ahead["all"] += 1
+        recall_ahead(*args, **kwargs)
+
+    def count_blocks(*args: Any) -> None:
+        ahead["blocks"] += 1
+        recall_block(*args)
+
+    monkeypatch.setattr(CacheManager, "recall_ahead", count_ahead)
+    monkeypatch.setattr(Prefetcher, "recall_block", count_blocks)
+    monkeypatch.setattr(indexer, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(prefetch, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(sparse_mla, "LEAST_TOKENS_AHEAD", 1)
+    same(run(demo_model, hooks=EngineHooks(), device_pool_tokens=pool), without)
+    assert ahead["blocks"] > 0 and ahead["all"] > ahead["blocks"]

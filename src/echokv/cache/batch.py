@@ -55,3 +55,15 @@ def positions_to_host_slots(
     safe = positions.clamp(min=0).long()
     slots = blocks.gather(1, safe // BLOCK_TOKENS) * BLOCK_TOKENS + (safe % BLOCK_TOKENS)
     return HostSlots(torch.where(positions < 0, NO_SLOT, slots).to(torch.int32))
+
+
+def fits_at_once(num_tokens: int, topk: int, context_rows: int, capacity: int) -> bool:
+    """Whether all that a pass may select surely fits the device pool beside its new rows.
+
+    Args:
+        num_tokens: real rows of the pass.
+        topk: entries of a selection.
+        context_rows: most distinct rows that the pass can select or write.
+        capacity: device slots a layer.
+    """
+    return min(num_tokens * (topk + 1), context_rows) <= capacity

@@ -106,6 +106,23 @@ class CacheManager:
     ) -> DeviceSlots:
         """See `KVCache`."""
         self.side.join()
+        return self._make_resident(layer, host_slots, scores, max_distinct)
+
+    def recall_ahead(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> None:
+        """See `KVCache`."""
+        with self.side.fork(host_slots, scores):
+            self._make_resident(layer, host_slots, scores, max_distinct)
+
+    def _make_resident(
+        self, layer: int, host_slots: HostSlots, scores: Tensor, max_distinct: int | None
+    ) -> DeviceSlots:
         entries = host_slots.numel()
         distinct = entries if max_distinct is None else min(entries, max_distinct)
         self._require_room(f"a selection of {distinct} rows", distinct)

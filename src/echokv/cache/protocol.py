@@ -86,6 +86,30 @@ class KVCache(Protocol):
         """
         ...
 
+    def recall_ahead(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> None:
+        """`make_resident` beside what the current stream does next, for its effect alone.
+
+        A later `make_resident` of the same rows finds them, if in this step or, while they are
+        all that was asked for since, in the next. Every other call waits for this one.
+
+        Args:
+            layer: decoder layer.
+            host_slots: [T, k] int32, -1 for none; duplicates allowed.
+            scores: [T, k] float32 index scores.
+            max_distinct: most distinct rows among them, where the caller knows; None: T x k.
+
+        Raises:
+            CapacityError: max_distinct exceeds the device pool.
+        """
+        ...
+
     def end_pass(self) -> None:
         """End a forward pass: nothing of it is in flight beside the current stream any more."""
         ...

@@ -61,6 +61,16 @@ class ResidentCache:
         """The same numbers: every row is where its address says."""
         return DeviceSlots(host_slots)
 
+    def recall_ahead(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> None:
+        """Nothing is ever missing."""
+
     def end_pass(self) -> None:
         """Nothing runs beside the current stream."""
 

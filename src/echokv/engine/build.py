@@ -133,7 +133,12 @@ def build_engine_parts(
     context = ForwardContext(
         hooks.selector(model, indexer) if hooks.selector else indexer,
         SparseAttention(
-            kernels, cache, row_format, model_config.softmax_scale, model_config.index_topk
+            kernels,
+            cache,
+            row_format,
+            model_config.softmax_scale,
+            model_config.index_topk,
+            ahead=prefetcher is not None,
         ),
         hooks.observer,
     )

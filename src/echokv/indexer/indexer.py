@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch, positions_to_host_slots
-from echokv.indexer.prefetch import Prefetcher
+from echokv.indexer.prefetch import QUERY_BLOCK, Prefetcher
 from echokv.kernels.reference.index_scores import score_width
 from echokv.kernels.registry import Kernels
 from echokv.memory.formats import IndexKeyFormat
@@ -109,10 +109,17 @@ class Indexer:
             batch: the pass; its keys must have been appended.
         """
         step = rows_per_score_piece(batch.max_context_len)
-        pieces = [
-            self._select_rows(index_layer, query, weights, batch, slice(start, start + step))
-            for start in range(0, batch.num_tokens, step)
-        ]
+        beside = self._prefetcher
+        if beside is not None and beside.recalls_blocks(batch):
+            step = min(step, QUERY_BLOCK)
+        else:
+            beside = None
+        pieces: list[Selection] = []
+        for start in range(0, batch.num_tokens, step):
+            if beside is not None and pieces:
+                beside.recall_block(index_layer, pieces[-1].host_slots, pieces[-1].scores, batch)
+            rows = slice(start, start + step)
+            pieces.append(self._select_rows(index_layer, query, weights, batch, rows))
         if len(pieces) == 1:
             return pieces[0]
         return Selection(
