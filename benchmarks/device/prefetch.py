@@ -160,7 +160,7 @@ class Case:
             selection = indexer.select(layer, self.query[layer], self.weights[layer], self.batch)
             slots = manager.make_resident(layer, selection.host_slots, selection.scores)
             results.append((selection, slots))
-        manager.end_pass()
+        manager.end_step()
         return results
 
     def selection(self, layer: int, topk: int | None = None) -> Selection:
@@ -377,7 +377,7 @@ def parts(case: Case) -> dict[str, float]:
             for layer in every:
                 named[layer].copy_(candidates(layer))
             times.append(microseconds(replay, world.flush) / world.sizes.layers)
-        world.manager.end_pass()
+        world.manager.end_step()
         found[name] = common.spread(times)["median"]
     return found
 
@@ -392,6 +392,8 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", help="default: triton and cuda, or reference")
     parser.add_argument("--batches", nargs="+", type=int, help="instead of all")
     parser.add_argument("--contexts", nargs="+", type=int, help="instead of all")
+    parser.add_argument("--repeats", type=int, help="replays of each variant")
+    parser.add_argument("--layers", type=int, help="of a graph")
     parser.add_argument("--row-formats", nargs="+", help="instead of all")
     parser.add_argument("--code-commit", help="commit of the code, where git isn't")
     args = parser.parse_args()
@@ -399,6 +401,9 @@ def main() -> int:
     for name in ("batches", "contexts", "row_formats"):
         if getattr(args, name):
             sizes = replace(sizes, **{name: tuple(getattr(args, name))})
+    for name in ("repeats", "layers"):
+        if getattr(args, name):
+            sizes = replace(sizes, **{name: getattr(args, name)})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backends = args.backends or (["triton", "cuda"] if device.type == "cuda" else ["reference"])
     report: dict[str, Any] = {

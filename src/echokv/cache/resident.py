@@ -61,7 +61,7 @@ class ResidentCache:
         """The same numbers: every row is where its address says."""
         return DeviceSlots(host_slots)
 
-    def end_pass(self) -> None:
+    def end_step(self) -> None:
         """Nothing runs beside the current stream."""
 
     def rows(self, layer: int) -> Tensor:
