@@ -24,7 +24,7 @@ def step(
     cache.manager.begin_step()
     cache.manager.prefetch(layer, cache.slots(ahead))
     found = cache.fetch(layer, wanted)
-    cache.manager.end_pass()
+    cache.manager.end_step()
     cache.manager.check(cache.live())
     return found
 
@@ -67,7 +67,7 @@ def test_prefetched_written_and_selected_rows_share_the_pool_to_the_last_slot(
     assert {*range(1, 7), *range(10, 17), 100, 101} == {
         slot for slot in cache.resident(0) if slot < 92 or slot >= 100
     }
-    cache.manager.end_pass()
+    cache.manager.end_step()
     cache.manager.check(cache.live())
 
 
@@ -85,10 +85,10 @@ def test_several_layers_settle_one_after_the_other(cache: Cache) -> None:
     for layer, wanted in ((0, [1, 2, 50]), (1, [1, 60, 61])):
         cache.manager.prefetch(layer, cache.slots([[1, 2, 3]]))
         cache.fetch(layer, [wanted])
-    cache.manager.end_pass()
+    cache.manager.end_step()
     useful = [counts.useful for counts in cache.manager.counters()]
     assert useful == [2, 1]
-    cache.manager.end_pass()
+    cache.manager.end_step()
     assert [counts.useful for counts in cache.manager.counters()] == useful
 
 
@@ -112,7 +112,7 @@ def test_a_captured_step_prefetches_beside_the_main_stream(name: str) -> None:
             with manager.side.fork(ahead):
                 manager.prefetch(layer, ahead)
             found.append(manager.make_resident(layer, wanted, scores))
-        manager.end_pass()
+        manager.end_step()
         return found
 
     warm = torch.cuda.Stream()

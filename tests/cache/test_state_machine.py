@@ -178,7 +178,7 @@ class CacheLife(RuleBasedStateMachine):
                     self.manager.begin_step()
                     kept = set()
                 self._attend(layer, rows[start : start + size], kept)
-        self.manager.end_pass()
+        self.manager.end_step()
 
     def _append(self, layer: int, slots: list[int]) -> set[int]:
         """Returns the host slots that are protected now."""
@@ -197,10 +197,10 @@ class CacheLife(RuleBasedStateMachine):
         wanted = {slot for row in names for slot in row if slot >= 0}
         before = self._snapshot(layer)
         self.manager.prefetch(layer, self.cache.slots(names))
-        self._check_eviction(layer, before, kept | wanted)
         self.ahead = wanted - before.keys()
+        self._check_eviction(layer, before, kept | self.ahead)
         self.counts[layer].prefetched += len(self.ahead)
-        return wanted
+        return self.ahead
 
     def _attend(self, layer: int, rows: list[Row], kept: set[int]) -> None:
         wanted, scores = [], []

@@ -21,7 +21,7 @@ BACKENDS = ["triton", "cuda"]
 COMMON: dict[str, Any] = {
     "device": "cuda",
     "max_model_len": 2048,
-    "max_num_seqs": 8,
+    "max_num_seqs": 4,
     "max_num_batched_tokens": 512,
     "check_cache": True,
 }
@@ -50,7 +50,7 @@ def run(
         **overrides,
     )
     tokens = engine.tokenizer.encode(python_sources(20_000))
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     first = [tokens[:1], tokens[:63], tokens[:700], tokens[:1500], tokens[5000:6000]]
     results = [tokens_of(one) for one in engine.generate(first, params)]
     engine.add_request("leaver", tokens[2000:3800], params)
@@ -69,22 +69,31 @@ def moved(stats: EngineStats) -> list[int]:
     return [layer.prefetched_useful_rows + layer.prefetched_wasted_rows for layer in stats.layers]
 
 
+HUGE = PrefetchBudget(rows_per_unit=2**20, least=2**20)
+HOSTILE = EngineHooks(on_predictions=invent, prefetch_budget=HUGE)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_ds_mla"])
-def test_prefetch_in_graphs_is_lossless(demo_model: Path, backend: str, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "bfloat16"])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_prefetch_changes_no_token(
+    demo_model: Path, backend: str, dtype: str, enforce_eager: bool
+) -> None:
     if backend == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    huge = PrefetchBudget(rows_per_unit=2**20, least=2**20)
-    hostile = EngineHooks(on_predictions=invent, prefetch_budget=huge)
-    for eager in (False, True):
-        common: dict[str, Any] = {"backend": backend, "enforce_eager": eager}
-        expected, stats = run(demo_model, 1000, dtype, prefetch=False, **common)
-        assert moved(stats) == [0, 0, 0]
-        for hooks in (NO_HOOKS, hostile):
-            tokens, stats = run(demo_model, 1000, dtype, hooks=hooks, **common)
-            assert tokens == expected
-            assert min(moved(stats)) > 0
-            assert all(layer.evicted_rows > 0 for layer in stats.layers)
-        tokens, _ = run(demo_model, 9 * TOPK, dtype, hooks=hostile, **common)
+    common: dict[str, Any] = {"backend": backend, "enforce_eager": enforce_eager}
+    expected, stats = run(demo_model, 1000, dtype, prefetch=False, **common)
+    assert moved(stats) == [0, 0, 0]
+    for hooks in (NO_HOOKS, HOSTILE):
+        tokens, stats = run(demo_model, 1000, dtype, hooks=hooks, **common)
         assert tokens == expected
+        assert min(moved(stats)) > 0
+        assert all(layer.evicted_rows > 0 for layer in stats.layers)
+
+
+@pytest.mark.gpu
+def test_hostile_predictions_in_a_pool_at_its_minimum(demo_model: Path) -> None:
+    expected, _ = run(demo_model, 1000, "bfloat16", backend="triton", prefetch=False)
+    tokens, _ = run(demo_model, 5 * TOPK, "bfloat16", backend="triton", hooks=HOSTILE)
+    assert tokens == expected

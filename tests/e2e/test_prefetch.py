@@ -136,7 +136,7 @@ def same(run_now: tuple, run_before: tuple[list[list[int]], SelectionLog]) -> En
     expected, expected_log = run_before
     assert tokens == expected
     common = log.selections.keys() & expected_log.selections.keys()
-    assert len(common) > 0.9 * len(expected_log.selections)
+    assert len(common) > 0.7 * len(expected_log.selections)
     assert all(log.selections[key] == expected_log.selections[key] for key in common)
     return stats
 

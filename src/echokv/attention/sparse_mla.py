@@ -80,8 +80,8 @@ class SparseAttention:
         self._cache.begin_step()
 
     def end_pass(self) -> None:
-        """End a forward pass: what ran beside it has been waited for."""
-        self._cache.end_pass()
+        """End it: what runs on other streams is waited for before anything that follows."""
+        self._cache.end_step()
 
     def append(self, layer: int, latent: Tensor, rope: Tensor, batch: ForwardBatch) -> None:
         """Store this pass's rows of one layer.

@@ -150,8 +150,9 @@ class CacheManager:
     def prefetch(self, layer: int, host_slots: HostSlots) -> None:
         """Fetch rows that the selection may want, before it is known; for the side stream.
 
-        They are protected in this step, at its floor. Together with the rows appended with `keep`
-        and the rows to be selected in this step they must fit the device pool.
+        What is fetched is protected in this step, at its floor; what is resident already stays as
+        it is. Together with the rows appended with `keep` and the rows to be selected in this step
+        they must fit the device pool.
 
         Args:
             layer: decoder layer, whose `append` of this step has been called.
@@ -162,20 +163,20 @@ class CacheManager:
         """
         self._require_room(f"prefetching {host_slots.numel()} rows", host_slots.numel())
         mine, wanted = self._prefetched, HostSlots(host_slots.flatten())
-        priorities = self.state.floor.repeat(wanted.shape[0])
+        counts, priorities = mine.counts, mine.unranked[: wanted.shape[0]]
         missing = self._reserve(
-            layer, wanted, priorities, mine.counts, _RECALLED, mine.num_hits, beside=mine
+            layer, wanted, priorities, counts, _RECALLED, mine.num_hits, beside=mine
         )
         self._kernels.recall(
             missing,
-            mine.counts[_RECALLED : _RECALLED + 1],
+            counts[_RECALLED : _RECALLED + 1],
             mine.slot_buffer,
             self._host_pool.rows[layer],
             self._device_pool.rows[layer],
         )
         mine.note(layer, missing)
 
-    def end_pass(self) -> None:
+    def end_step(self) -> None:
         """See `KVCache`."""
         self.side.join()
         self._prefetched.settle()
@@ -197,18 +198,16 @@ class CacheManager:
         """Protect what is resident and give device slots to what is not, evicting as needed.
 
         Leaves the number of absent host slots in counts[missing_column] and their device slots in
-        the layer's slot_buffer (in scratch, where that holds a ready list, or in `beside`); adds
-        counts to the layer's totals, or to those of `beside`.
+        the layer's slot_buffer (in scratch, where that holds a ready list); adds counts to the
+        layer's totals. With `beside`, uses its scratch and leaves the totals to it.
 
         Returns:
             the absent host slots, then -1; no longer than the device pool.
         """
         state, floor, workspace = self.state.layer(layer), self.state.floor, self.state.workspace
         slot_buffer = state.slot_buffer if self._ready is None else self._ready.scratch
-        totals = self._totals[layer]
         if beside is not None:
             slot_buffer, workspace = beside.slot_buffer, beside.workspace
-            totals = beside.totals[layer]
         missing = torch.empty_like(host_slots)
         num_missing = counts[missing_column : missing_column + 1]
         mappings = (state.device_free, state.priority, state.device_to_host, state.host_to_device)
@@ -230,7 +229,8 @@ class CacheManager:
         self._kernels.allocate(
             missing, num_missing, floor, *mappings, slot_buffer, allocated, workspace
         )
-        totals.add_(counts)
+        if beside is None:
+            self._totals[layer].add_(counts)
         return missing
 
     def _require_room(self, what: str, rows: int) -> None:
@@ -255,6 +255,7 @@ class CacheManager:
 
     def counters(self) -> list[LayerCounters]:
         """See `KVCache`."""
+        self.end_step()
         resident = (self.state.device_free == 0).sum(dim=1).tolist()
         ahead, useful = self._prefetched.totals.tolist(), self._prefetched.useful.tolist()
         return [

@@ -27,31 +27,41 @@ class PrefetchedRows:
         device, layers = state.priority.device, state.num_layers
         self.slot_buffer = torch.empty(state.device_slots, dtype=torch.int32, device=device)
         self.workspace = torch.zeros(WORKSPACE_INTS, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(columns, dtype=torch.int32, device=device)
+        self.unranked = torch.full((state.device_slots,), -1, dtype=torch.int32, device=device)
+        """[N_G] int32: priorities that raise nobody's."""
+        self._counts = torch.zeros((2, columns), dtype=torch.int32, device=device)
         self.num_hits = torch.zeros(1, dtype=torch.int32, device=device)
         self.totals = torch.zeros((layers, columns), dtype=torch.int64, device=device)
         self.useful = torch.zeros(layers, dtype=torch.int64, device=device)
-        self._latest: tuple[int, Tensor] | None = None
+        self._turn = 0
+        self._latest: tuple[int, Tensor, Tensor] | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        """[columns] int32: what the ops of the prefetch to come count; not those of the latest."""
+        return self._counts[self._turn]
 
     def note(self, layer: int, host_slots: Tensor) -> None:
-        """Remember what was just fetched, and count the prefetch before it.
+        """Remember what was just fetched and counted, and settle the prefetch before it.
 
         Args:
             layer: decoder layer.
             host_slots: [M] int32, distinct, -1 padded.
         """
         self.settle()
-        self._latest = layer, host_slots
+        self._latest = layer, host_slots, self.counts
+        self._turn = 1 - self._turn
 
     def settle(self) -> None:
-        """Count how many rows of the latest prefetch were selected.
+        """Take over the counts of the latest prefetch, and how many of its rows were selected.
 
         After the layer's `make_resident`, and before the step ends.
         """
         if self._latest is None:
             return
-        layer, host_slots = self._latest
+        layer, host_slots, counts = self._latest
         self._latest = None
+        self.totals[layer].add_(counts)
         self._kernels.count_useful(
             HostSlots(host_slots),
             self._state.floor,

@@ -110,8 +110,8 @@ class KVCache(Protocol):
         """
         ...
 
-    def end_pass(self) -> None:
-        """End a forward pass: nothing of it is in flight beside the current stream any more."""
+    def end_step(self) -> None:
+        """Let the current stream wait for what runs beside it; a captured step must."""
         ...
 
     def rows(self, layer: int) -> Tensor:

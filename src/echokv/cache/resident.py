@@ -71,7 +71,7 @@ class ResidentCache:
     ) -> None:
         """Nothing is ever missing."""
 
-    def end_pass(self) -> None:
+    def end_step(self) -> None:
         """Nothing runs beside the current stream."""
 
     def rows(self, layer: int) -> Tensor:
