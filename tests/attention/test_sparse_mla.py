@@ -1,11 +1,14 @@
 """Sparse attention over a cache: in pieces or at once, against dense softmax in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from echokv.attention.sparse_mla import SparseAttention, fits_at_once, plan_pieces
-from echokv.cache.batch import ForwardBatch
+from echokv.attention import sparse_mla
+from echokv.attention.sparse_mla import SparseAttention, plan_pieces
+from echokv.cache.batch import ForwardBatch, fits_at_once
 from echokv.cache.manager import CacheManager
 from echokv.cache.protocol import KVCache
 from echokv.cache.resident import ResidentCache
@@ -52,6 +55,17 @@ class Recorder:
         self.calls.append(("resident", host_slots.shape[0]))
         return self.cache.make_resident(layer, host_slots, scores, max_distinct=max_distinct)
 
+    def recall_ahead(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> None:
+        self.calls.append(("ahead", host_slots.shape[0]))
+        self.cache.recall_ahead(layer, host_slots, scores, max_distinct=max_distinct)
+
     def rows(self, layer: int) -> Tensor:
         return self.cache.rows(layer)
 
@@ -75,6 +89,7 @@ def batch_of(host_slots: Tensor, padding: int = 0, context_rows: int = HOST_SLOT
         context_lens=zeros,
         host_slots=HostSlots(torch.cat([host_slots, host_slots.new_full((padding,), -1)])),
         request_rows=zeros,
+        request_slots=None,
         block_tables=zeros[:1, None],
         sampled_rows=zeros[:0].long(),
         max_context_len=HOST_SLOTS,
@@ -87,11 +102,17 @@ class World:
     """A context of rows in the cache, and selections over it."""
 
     def __init__(
-        self, pool: int | None, tokens: int, padding: int = 0, context_rows: int = HOST_SLOTS
+        self,
+        pool: int | None,
+        tokens: int,
+        padding: int = 0,
+        context_rows: int = HOST_SLOTS,
+        *,
+        ahead: bool = False,
     ) -> None:
         self.generator = torch.Generator().manual_seed(9)
         self.cache = make_cache(pool)
-        self.attention = SparseAttention(KERNELS, self.cache, FMT, SCALE, TOPK)
+        self.attention = SparseAttention(KERNELS, self.cache, FMT, SCALE, TOPK, ahead=ahead)
         slots = torch.randperm(HOST_SLOTS, generator=self.generator)[:100].to(torch.int32)
         self.rows = self.noise(100, 48)  # row i lives in host slot slots[i]
         for at in range(0, 100, 10):
@@ -176,6 +197,51 @@ def test_a_pass_that_does_not_fit_makes_each_piece_a_step() -> None:
     world = World(3 * TOPK - 1, 7, 25)
     world.attend(0)
     assert world.cache.calls[1:] == [step, ("resident", 2)] * 3 + [step, ("resident", 1)]
+
+
+@pytest.mark.parametrize("pool", [2 * TOPK, 33, 57, 62])
+def test_recalling_ahead_changes_no_bit(pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_mla, "LEAST_TOKENS_AHEAD", 1)
+    world = World(pool, 7, 25, ahead=True)
+    for layer in range(LAYERS):
+        assert torch.equal(world.attend(layer), World(None, 7, 25).attend(layer))
+    manager = world.cache.cache
+    assert isinstance(manager, CacheManager)
+    manager.check()
+
+
+def test_a_piece_finds_what_was_recalled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_mla, "LEAST_TOKENS_AHEAD", 1)
+    world = World(6 * TOPK - 1, 7, ahead=True)
+    manager = world.cache.cache
+    assert isinstance(manager, CacheManager)
+    asked: list[tuple[str, int]] = []
+    make_resident = world.cache.make_resident
+
+    def counting(*args: Any, **kwargs: Any) -> DeviceSlots:
+        before = manager.counters()[0].recalled
+        slots = make_resident(*args, **kwargs)
+        asked.append(("recalled", manager.counters()[0].recalled - before))
+        return slots
+
+    monkeypatch.setattr(world.cache, "make_resident", counting)
+    world.attend(0)
+    step = ("step", 0)
+    assert world.cache.calls[1:] == [
+        *(step, ("resident", 2), ("ahead", 2)),
+        *(step, ("resident", 2), ("ahead", 2)),
+        *(step, ("resident", 2), ("ahead", 1)),
+        *(step, ("resident", 1)),
+    ]
+    assert asked[0][1] > 0 and [count for _, count in asked[1:]] == [0, 0, 0]
+
+
+def test_small_pieces_are_not_halved() -> None:
+    pool = 2 * sparse_mla.LEAST_TOKENS_AHEAD * TOPK
+    for slots, calls in ((pool, 2), (pool - 1, 1)):
+        world = World(slots, 20, ahead=True)
+        world.attend(0)
+        assert len({name for name, _ in world.cache.calls}) == calls + 1
 
 
 def test_new_rows_are_kept_as_far_as_the_pool_goes() -> None:

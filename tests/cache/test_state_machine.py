@@ -43,6 +43,8 @@ class Counts:
     selected: int = 0
     recalled: int = 0
     evicted: int = 0
+    prefetched: int = 0
+    useful: int = 0
 
 
 @dataclass
@@ -69,6 +71,7 @@ class CacheLife(RuleBasedStateMachine):
         self.requests: list[Sequence] = []
         self.holders = [0] * (HOST_SLOTS // BLOCK)
         self.counts = [Counts() for _ in range(LAYERS)]
+        self.ahead: set[int] = set()  # prefetched in this layer, until it is attended
 
     # Requests.
 
@@ -133,9 +136,12 @@ class CacheLife(RuleBasedStateMachine):
         request.computed = chunk.stop
 
     @precondition(lambda self: any(one.computed == one.length for one in self.requests))
-    @rule(padding=st.integers(0, 2))
-    def decode(self, padding: int) -> None:
-        """One token of every request that is past its prompt, and some padding rows."""
+    @rule(padding=st.integers(0, 2), ahead=st.sampled_from([0, 0, 1, 3, 100]))
+    def decode(self, padding: int, ahead: int) -> None:
+        """One token of every request that is past its prompt, and some padding rows.
+
+        Up to `ahead` rows a request are prefetched, as many as the pool surely has room for.
+        """
         rows = []
         for request in self.requests:
             if request.computed == request.length and self._grow(request):
@@ -143,7 +149,7 @@ class CacheLife(RuleBasedStateMachine):
                 rows.append(Row(slots[-1], slots))
                 request.computed = request.length
         if rows:
-            self._forward(rows + [Row(-1)] * padding)
+            self._forward(rows + [Row(-1)] * padding, ahead)
 
     def _grow(self, request: Sequence) -> bool:
         """Room for one more token, in a new block when the last one is full."""
@@ -156,7 +162,7 @@ class CacheLife(RuleBasedStateMachine):
         request.length += 1
         return True
 
-    def _forward(self, rows: list[Row]) -> None:
+    def _forward(self, rows: list[Row], ahead: int = 0) -> None:
         """One pass: one cache step if it surely fits, else a step for each piece of rows."""
         capacity = self.manager.capacity
         at_once = len(rows) * (TOPK + 1) <= capacity
@@ -164,11 +170,15 @@ class CacheLife(RuleBasedStateMachine):
         self.manager.begin_step()
         for layer in range(LAYERS):
             kept = self._append(layer, [row.slot for row in rows])
+            room = (capacity - len(rows) * (TOPK + 1)) // len(rows)
+            if ahead and room > 0:
+                kept |= self._prefetch(layer, rows, min(ahead, room), kept)
             for start in range(0, len(rows), size):
                 if not at_once:
                     self.manager.begin_step()
                     kept = set()
                 self._attend(layer, rows[start : start + size], kept)
+        self.manager.end_step()
 
     def _append(self, layer: int, slots: list[int]) -> set[int]:
         """Returns the host slots that are protected now."""
@@ -178,6 +188,19 @@ class CacheLife(RuleBasedStateMachine):
         self.cache.append(layer, slots, keep)
         self._check_eviction(layer, before, kept)
         return kept
+
+    def _prefetch(self, layer: int, rows: list[Row], most: int, kept: set[int]) -> set[int]:
+        """Any rows of the contexts, resident or not, some of them several times."""
+        names = [
+            [self.rng.choice([-1, *row.visible, *row.visible]) for _ in range(most)] for row in rows
+        ]
+        wanted = {slot for row in names for slot in row if slot >= 0}
+        before = self._snapshot(layer)
+        self.manager.prefetch(layer, self.cache.slots(names))
+        self.ahead = wanted - before.keys()
+        self._check_eviction(layer, before, kept | self.ahead)
+        self.counts[layer].prefetched += len(self.ahead)
+        return self.ahead
 
     def _attend(self, layer: int, rows: list[Row], kept: set[int]) -> None:
         wanted, scores = [], []
@@ -195,6 +218,8 @@ class CacheLife(RuleBasedStateMachine):
         assert found == [[after.get(slot, -1) for slot in row] for row in wanted]
         self.counts[layer].selected += len(distinct)
         self.counts[layer].recalled += len(distinct - before.keys())  # invariant 7: each once
+        self.counts[layer].useful += len(distinct & self.ahead)
+        self.ahead = set()
 
     def _snapshot(self, layer: int) -> dict[int, tuple[int, int]]:
         """Host slot -> (priority, device slot)."""
@@ -230,6 +255,7 @@ class CacheLife(RuleBasedStateMachine):
             want = self.counts[layer]
             assert (counts.selected, counts.recalled) == (want.selected, want.recalled)
             assert counts.evicted == want.evicted
+            assert (counts.prefetched, counts.useful) == (want.prefetched, want.useful)
 
     @invariant()
     def host_pool_is_what_was_written(self) -> None:

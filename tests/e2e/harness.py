@@ -1,6 +1,7 @@
 """Runs real engines on a small random checkpoint and writes down every selection they make."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch
 from echokv.config import EngineConfig, ModelConfig
-from echokv.engine.build import EngineHooks
+from echokv.engine.build import NO_HOOKS, EngineHooks
 from echokv.engine.engine import Engine
 from echokv.indexer.indexer import Selection
 from echokv.memory.formats import RowFormat
@@ -69,13 +70,13 @@ def host_pool_gib(model: Path, num_blocks: int, dtype: str = "float32") -> float
 
 
 def make_engine(
-    model: Path, *, observe: bool = True, **overrides: Any
+    model: Path, *, observe: bool = True, hooks: EngineHooks = NO_HOOKS, **overrides: Any
 ) -> tuple[Engine, SelectionLog]:
     """An engine with a log of its selections."""
     log = SelectionLog()
     engine = Engine(
         EngineConfig(model=str(model), **overrides),
-        hooks=EngineHooks(observer=log if observe else None),
+        hooks=replace(hooks, observer=log if observe else None),
     )
     log.engine = engine
     return engine, log

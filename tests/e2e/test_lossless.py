@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.e2e.harness import (
     SelectionLog,
     host_pool_gib,
@@ -13,9 +14,12 @@ from tests.e2e.harness import (
     tokens_of,
 )
 
+from echokv.engine.build import NO_HOOKS, EngineHooks
 from echokv.engine.engine import Engine
 from echokv.engine.outputs import FinishReason, RequestOutput
 from echokv.engine.sampling_params import SamplingParams
+from echokv.indexer.prefetch import PrefetchBudget
+from echokv.indexer.threshold import Predictions
 
 TOPK = 64
 MAX_LEN = 512
@@ -53,6 +57,20 @@ PARAMS = {
     "shared-c": SamplingParams(temperature=1, top_k=20, seed=5, max_tokens=16, ignore_eos=True),
     "cancelled": SamplingParams(temperature=0, max_tokens=200, ignore_eos=True),
 }
+
+
+def invent(predictions: Predictions) -> None:
+    """Thresholds that nothing was learnt from, another set in every step."""
+    values = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -1e30, 0.02, 0.2])
+    shape = predictions.thresholds.shape
+    predictions.thresholds.copy_(values[torch.randint(len(values), shape, generator=RANDOM)])
+    predictions.enabled.copy_(torch.randint(2, shape, generator=RANDOM))
+
+
+RANDOM = torch.Generator().manual_seed(8)
+HOSTILE_PREDICTIONS = EngineHooks(
+    on_predictions=invent, prefetch_budget=PrefetchBudget(rows_per_unit=2**20, least=2**20)
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +115,13 @@ def run_batch(engine: Engine) -> dict[str, list[RequestOutput]]:
 
 
 @pytest.mark.parametrize(
-    ("device_pool_tokens", "num_host_blocks", "prefix_caching", "preempts"),
+    ("device_pool_tokens", "num_host_blocks", "prefix_caching", "preempts", "hooks"),
     [
-        (9 * TOPK, 10, True, True),  # the smallest pool that runs eight requests
-        (9 * TOPK, 24, True, False),
-        (3 * TOPK, 24, False, False),  # two run at a time
-        (5 * TOPK, 10, False, True),
+        (9 * TOPK, 10, True, True, NO_HOOKS),  # the smallest pool that runs eight requests
+        (9 * TOPK, 24, True, False, NO_HOOKS),
+        (3 * TOPK, 24, False, False, NO_HOOKS),  # two run at a time
+        (5 * TOPK, 10, False, True, NO_HOOKS),
+        (7 * TOPK, 10, True, True, HOSTILE_PREDICTIONS),
     ],
 )
 def test_any_pool_and_any_mix_give_the_tokens_and_sets_of_each_request_alone(
@@ -112,6 +131,7 @@ def test_any_pool_and_any_mix_give_the_tokens_and_sets_of_each_request_alone(
     num_host_blocks: int,
     prefix_caching: bool,
     preempts: bool,
+    hooks: EngineHooks,
 ) -> None:
     engine, log = make_engine(
         demo_model,
@@ -119,6 +139,7 @@ def test_any_pool_and_any_mix_give_the_tokens_and_sets_of_each_request_alone(
         device_pool_tokens=device_pool_tokens,
         enable_prefix_caching=prefix_caching,
         check_cache=True,
+        hooks=hooks,
         **COMMON,
     )
     poison_released_rows(engine)
@@ -128,6 +149,10 @@ def test_any_pool_and_any_mix_give_the_tokens_and_sets_of_each_request_alone(
     assert (log.repeats > 0) == preempts
     assert (stats.prefix_cache_hits > 0) == prefix_caching
     assert all(layer.evicted_rows > 0 for layer in stats.layers)
+    prefetched = [
+        layer.prefetched_useful_rows + layer.prefetched_wasted_rows for layer in stats.layers
+    ]
+    assert min(prefetched) > 0
     assert stats.host_pool_live_slots == stats.device_pool_live_slots == 0
 
     expected, expected_log = alone

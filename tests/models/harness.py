@@ -134,6 +134,7 @@ class Runner:
             context_lens=padded(columns[:, 1] + 1, 0),
             host_slots=HostSlots(padded(columns[:, 2], -1)),
             request_rows=padded(columns[:, 0], 0),
+            request_slots=None,
             block_tables=torch.tensor(
                 [table + [-1] * (width - len(table)) for table in tables], dtype=torch.int32
             ),

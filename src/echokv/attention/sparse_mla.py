@@ -7,7 +7,7 @@ nothing waits for the device, and any pool of at least k slots works.
 
 from torch import Tensor
 
-from echokv.cache.batch import ForwardBatch
+from echokv.cache.batch import ForwardBatch, fits_at_once
 from echokv.cache.protocol import KVCache
 from echokv.errors import CapacityError
 from echokv.indexer.indexer import Selection
@@ -15,17 +15,8 @@ from echokv.kernels.registry import Kernels
 from echokv.memory.formats import RowFormat
 from echokv.memory.slots import HostSlots
 
-
-def fits_at_once(num_tokens: int, topk: int, context_rows: int, capacity: int) -> bool:
-    """Whether all that a pass may select surely fits the device pool beside its new rows.
-
-    Args:
-        num_tokens: real rows of the pass.
-        topk: entries of a selection.
-        context_rows: most distinct rows that the pass can select or write.
-        capacity: device slots a layer.
-    """
-    return min(num_tokens * (topk + 1), context_rows) <= capacity
+LEAST_TOKENS_AHEAD = 8
+"""Tokens of a piece below which recalling ahead, which halves pieces, costs more than it hides."""
 
 
 def plan_pieces(num_tokens: int, topk: int, capacity: int) -> list[slice]:
@@ -34,7 +25,7 @@ def plan_pieces(num_tokens: int, topk: int, capacity: int) -> list[slice]:
     Args:
         num_tokens: real rows of the pass.
         topk: entries of a selection; at most capacity.
-        capacity: device slots a layer.
+        capacity: device slots a layer that one piece may take.
     """
     step = capacity // topk
     return [slice(at, min(at + step, num_tokens)) for at in range(0, num_tokens, step)]
@@ -46,6 +37,7 @@ class SparseAttention:
     A pass that fits (`fits_at_once`) is one cache step: new and selected rows stay resident until
     the next pass. Otherwise it attends in pieces (`plan_pieces`), each a cache step of its own;
     new rows are then kept as far as the pool goes and recalled from host where they had to leave.
+    With `ahead`, a piece's rows are recalled while the piece before it attends.
 
     Padding rows neither write nor read. `batch.num_real_tokens` decides the pieces: a captured
     graph must be captured with all rows real.
@@ -56,13 +48,21 @@ class SparseAttention:
         fmt: how a row is laid out.
         scale: softmax scale, YaRN's mscale squared included.
         topk: entries of a selection.
+        ahead: recall ahead, where pieces are worth it (`LEAST_TOKENS_AHEAD`).
 
     Raises:
         CapacityError: a device pool of fewer than topk slots, too small for a single token.
     """
 
     def __init__(
-        self, kernels: Kernels, cache: KVCache, fmt: RowFormat, scale: float, topk: int
+        self,
+        kernels: Kernels,
+        cache: KVCache,
+        fmt: RowFormat,
+        scale: float,
+        topk: int,
+        *,
+        ahead: bool = False,
     ) -> None:
         if cache.capacity < topk:
             raise CapacityError(
@@ -73,10 +73,15 @@ class SparseAttention:
         self._cache = cache
         self._fmt = fmt
         self._scale = scale
+        self._ahead = ahead and cache.capacity // topk >= 2 * LEAST_TOKENS_AHEAD
 
     def begin_pass(self) -> None:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
         self._cache.begin_step()
+
+    def end_pass(self) -> None:
+        """End it: what runs on other streams is waited for before anything that follows."""
+        self._cache.end_step()
 
     def append(self, layer: int, latent: Tensor, rope: Tensor, batch: ForwardBatch) -> None:
         """Store this pass's rows of one layer.
@@ -116,21 +121,38 @@ class SparseAttention:
         if at_once and real == batch.num_tokens:
             return self._attend_rows(layer, query, selection, batch, slice(0, real))
         output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
-        for rows in [slice(0, real)] if at_once else plan_pieces(real, topk, capacity):
+        together = 2 if self._ahead else 1
+        pieces = [slice(0, real)] if at_once else plan_pieces(real, topk, capacity // together)
+        for rows, following in zip(pieces, [*pieces[1:], None], strict=True):
             if not at_once:
                 self._cache.begin_step(layer)
-            output[rows] = self._attend_rows(layer, query, selection, batch, rows)
+            ahead = following if self._ahead else None
+            output[rows] = self._attend_rows(layer, query, selection, batch, rows, ahead)
         return output
 
     def _attend_rows(
-        self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch, rows: slice
+        self,
+        layer: int,
+        query: Tensor,
+        selection: Selection,
+        batch: ForwardBatch,
+        rows: slice,
+        following: slice | None = None,
     ) -> Tensor:
+        """Attention of some rows; what those of `following` select is recalled meanwhile."""
         device_slots = self._cache.make_resident(
             layer,
             HostSlots(selection.host_slots[rows]),
             selection.scores[rows],
             max_distinct=batch.num_context_rows,
         )
+        if following is not None:
+            self._cache.recall_ahead(
+                layer,
+                HostSlots(selection.host_slots[following]),
+                selection.scores[following],
+                max_distinct=batch.num_context_rows,
+            )
         return self._kernels.sparse_mla(
             query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale
         )

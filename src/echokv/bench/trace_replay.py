@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from echokv.attention.sparse_mla import fits_at_once, plan_pieces
+from echokv.attention.sparse_mla import plan_pieces
 from echokv.bench.trace_format import Ints, Trace, code_scores, selected_rows_by_pass
+from echokv.cache.batch import fits_at_once
 from echokv.cache.manager import CacheManager
 from echokv.cache.policy import EvictionPolicy, RecencyThenScore
 from echokv.cache.protocol import LayerCounters

@@ -16,7 +16,8 @@ from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT, HostSlots
 class ForwardBatch:
     """The tokens of one forward pass. T tokens, R requests, B blocks a table, S sampled rows.
 
-    Rows of one request are contiguous and in ascending position.
+    Rows of one request are contiguous and in ascending position. Only a pass of one token a
+    request, a decode step, has request_slots: others neither predict nor learn.
     """
 
     token_ids: Tensor  # [T] int64
@@ -24,6 +25,7 @@ class ForwardBatch:
     context_lens: Tensor  # [T] int32: positions + 1; 0 for padding
     host_slots: HostSlots  # [T] int32: where this token's row goes; -1 for padding
     request_rows: Tensor  # [T] int32: row of block_tables; 0 for padding
+    request_slots: Tensor | None  # [T] int32: running request of a decode row; -1: padding
     block_tables: Tensor  # [R, B] int32 host block ids in order; -1 past the end
     sampled_rows: Tensor  # [S] int64: rows whose logits are wanted
     max_context_len: int  # largest entry of context_lens, on the CPU
@@ -53,3 +55,15 @@ def positions_to_host_slots(
     safe = positions.clamp(min=0).long()
     slots = blocks.gather(1, safe // BLOCK_TOKENS) * BLOCK_TOKENS + (safe % BLOCK_TOKENS)
     return HostSlots(torch.where(positions < 0, NO_SLOT, slots).to(torch.int32))
+
+
+def fits_at_once(num_tokens: int, topk: int, context_rows: int, capacity: int) -> bool:
+    """Whether all that a pass may select surely fits the device pool beside its new rows.
+
+    Args:
+        num_tokens: real rows of the pass.
+        topk: entries of a selection.
+        context_rows: most distinct rows that the pass can select or write.
+        capacity: device slots a layer.
+    """
+    return min(num_tokens * (topk + 1), context_rows) <= capacity

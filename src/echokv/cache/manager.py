@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from echokv.cache.policy import EvictionPolicy, RecencyThenScore
+from echokv.cache.prefetched import PrefetchedRows
 from echokv.cache.protocol import KVCache, LayerCounters
 from echokv.cache.ready import ReadyLists
+from echokv.cache.side_stream import SideStream
 from echokv.cache.state import CacheInvariantError, CacheState
 from echokv.errors import CapacityError
 from echokv.kernels.registry import Kernels
@@ -54,6 +56,9 @@ class CacheManager:
         self._selecting = torch.zeros(5, dtype=torch.int32, device=device)
         self._appending = torch.zeros(5, dtype=torch.int32, device=device)
         self._ignored = torch.zeros(1, dtype=torch.int32, device=device)
+        self._prefetched = PrefetchedRows(kernels, self.state, self._totals.shape[1])
+        self.side = SideStream(device)
+        """Where `prefetch` may run: whatever else touches the cache waits for it first."""
 
     @property
     def capacity(self) -> int:
@@ -67,12 +72,14 @@ class CacheManager:
 
     def begin_step(self, layer: int | None = None) -> None:
         """See `KVCache`."""
+        self.side.join()
         self._kernels.tick(self.state.clock, self.state.floor, self.state.priority)
         if self._ready is not None:
             self._ready.choose(layer)
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
         """See `KVCache`."""
+        self.side.join()
         self._require_room(f"keeping {keep} new rows", keep)
         if self._ready is not None and keep == host_slots.shape[0]:
             self._ready.append(layer, host_slots, rows, *self._of_layer(layer))
@@ -98,6 +105,24 @@ class CacheManager:
         max_distinct: int | None = None,
     ) -> DeviceSlots:
         """See `KVCache`."""
+        self.side.join()
+        return self._make_resident(layer, host_slots, scores, max_distinct)
+
+    def recall_ahead(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> None:
+        """See `KVCache`."""
+        with self.side.fork(host_slots, scores):
+            self._make_resident(layer, host_slots, scores, max_distinct)
+
+    def _make_resident(
+        self, layer: int, host_slots: HostSlots, scores: Tensor, max_distinct: int | None
+    ) -> DeviceSlots:
         entries = host_slots.numel()
         distinct = entries if max_distinct is None else min(entries, max_distinct)
         self._require_room(f"a selection of {distinct} rows", distinct)
@@ -122,6 +147,40 @@ class CacheManager:
         )
         return DeviceSlots(device_slots.view(host_slots.shape))
 
+    def prefetch(self, layer: int, host_slots: HostSlots) -> None:
+        """Fetch rows that the selection may want, before it is known; for the side stream.
+
+        What is fetched is protected in this step, at its floor; what is resident already stays as
+        it is. Together with the rows appended with `keep` and the rows to be selected in this step
+        they must fit the device pool.
+
+        Args:
+            layer: decoder layer, whose `append` of this step has been called.
+            host_slots: [T, m] int32, -1 for none; duplicates allowed.
+
+        Raises:
+            CapacityError: more entries than the device pool has slots.
+        """
+        self._require_room(f"prefetching {host_slots.numel()} rows", host_slots.numel())
+        mine, wanted = self._prefetched, HostSlots(host_slots.flatten())
+        counts, priorities = mine.counts, mine.unranked[: wanted.shape[0]]
+        missing = self._reserve(
+            layer, wanted, priorities, counts, _RECALLED, mine.num_hits, beside=mine
+        )
+        self._kernels.recall(
+            missing,
+            counts[_RECALLED : _RECALLED + 1],
+            mine.slot_buffer,
+            self._host_pool.rows[layer],
+            self._device_pool.rows[layer],
+        )
+        mine.note(layer, missing)
+
+    def end_step(self) -> None:
+        """See `KVCache`."""
+        self.side.join()
+        self._prefetched.settle()
+
     def _of_layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's totals, host rows and device rows."""
         return self._totals[layer], self._host_pool.rows[layer], self._device_pool.rows[layer]
@@ -134,18 +193,21 @@ class CacheManager:
         counts: Tensor,
         missing_column: int,
         num_hits: Tensor,
+        beside: PrefetchedRows | None = None,
     ) -> Tensor:
         """Protect what is resident and give device slots to what is not, evicting as needed.
 
         Leaves the number of absent host slots in counts[missing_column] and their device slots in
         the layer's slot_buffer (in scratch, where that holds a ready list); adds counts to the
-        layer's totals.
+        layer's totals. With `beside`, uses its scratch and leaves the totals to it.
 
         Returns:
             the absent host slots, then -1; no longer than the device pool.
         """
         state, floor, workspace = self.state.layer(layer), self.state.floor, self.state.workspace
         slot_buffer = state.slot_buffer if self._ready is None else self._ready.scratch
+        if beside is not None:
+            slot_buffer, workspace = beside.slot_buffer, beside.workspace
         missing = torch.empty_like(host_slots)
         num_missing = counts[missing_column : missing_column + 1]
         mappings = (state.device_free, state.priority, state.device_to_host, state.host_to_device)
@@ -167,7 +229,8 @@ class CacheManager:
         self._kernels.allocate(
             missing, num_missing, floor, *mappings, slot_buffer, allocated, workspace
         )
-        self._totals[layer].add_(counts)
+        if beside is None:
+            self._totals[layer].add_(counts)
         return missing
 
     def _require_room(self, what: str, rows: int) -> None:
@@ -183,6 +246,7 @@ class CacheManager:
 
     def release(self, host_slots: Tensor) -> None:
         """See `KVCache`."""
+        self.side.join()
         state = self.state
         device = state.priority.device
         slots = host_slots.to(device, torch.int32, non_blocking=True).contiguous()
@@ -192,15 +256,21 @@ class CacheManager:
 
     def counters(self) -> list[LayerCounters]:
         """See `KVCache`."""
+        self.end_step()
         resident = (self.state.device_free == 0).sum(dim=1).tolist()
+        ahead, useful = self._prefetched.totals.tolist(), self._prefetched.useful.tolist()
         return [
             LayerCounters(
                 selected=row[_HITS] + row[_RECALLED],  # hits and misses, each distinct
                 recalled=row[_RECALLED],
-                evicted=row[_EVICTED],
+                evicted=row[_EVICTED] + early[_EVICTED],
+                prefetched=early[_RECALLED],
+                useful=wanted,
                 resident=count,
             )
-            for row, count in zip(self._totals.tolist(), resident, strict=True)
+            for row, early, wanted, count in zip(
+                self._totals.tolist(), ahead, useful, resident, strict=True
+            )
         ]
 
     def live_rows(self, live_host_slots: Tensor) -> int:
@@ -246,7 +316,7 @@ class CacheManager:
 
     def _check_all_found_room(self) -> None:
         """Every row that was absent got a device slot; it didn't if a caller asked for too much."""
-        totals = self._totals
+        totals = self._totals + self._prefetched.totals
         short = totals[:, _RECALLED] + totals[:, _WRITTEN] - totals[:, _ALLOCATED]
         if bool((short != 0).any()):
             layer = int(short.nonzero()[0])

@@ -15,6 +15,8 @@ class LayerCounters:
     selected: int  # distinct rows that attention asked for
     recalled: int  # of those, fetched from host because they were absent
     evicted: int
+    prefetched: int  # moved before the selection was known
+    useful: int  # of those, selected in the same step
     resident: int  # now
 
 
@@ -82,6 +84,34 @@ class KVCache(Protocol):
         Raises:
             CapacityError: max_distinct exceeds the device pool.
         """
+        ...
+
+    def recall_ahead(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> None:
+        """`make_resident` beside what the current stream does next, for its effect alone.
+
+        A later `make_resident` of the same rows finds them, if in this step or, while they are
+        all that was asked for since, in the next. Every other call waits for this one.
+
+        Args:
+            layer: decoder layer.
+            host_slots: [T, k] int32, -1 for none; duplicates allowed.
+            scores: [T, k] float32 index scores.
+            max_distinct: most distinct rows among them, where the caller knows; None: T x k.
+
+        Raises:
+            CapacityError: max_distinct exceeds the device pool.
+        """
+        ...
+
+    def end_step(self) -> None:
+        """Let the current stream wait for what runs beside it; a captured step must."""
         ...
 
     def rows(self, layer: int) -> Tensor:

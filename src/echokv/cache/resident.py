@@ -61,6 +61,19 @@ class ResidentCache:
         """The same numbers: every row is where its address says."""
         return DeviceSlots(host_slots)
 
+    def recall_ahead(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        max_distinct: int | None = None,
+    ) -> None:
+        """Nothing is ever missing."""
+
+    def end_step(self) -> None:
+        """Nothing runs beside the current stream."""
+
     def rows(self, layer: int) -> Tensor:
         """See `KVCache`."""
         return self._device_pool.rows[layer]
@@ -72,7 +85,10 @@ class ResidentCache:
     def counters(self) -> list[LayerCounters]:
         """Resident rows; selections are not counted, as none can miss."""
         resident = int(self._written[:-1].sum())
-        return [LayerCounters(selected=0, recalled=0, evicted=0, resident=resident)] * self._layers
+        nothing = LayerCounters(
+            selected=0, recalled=0, evicted=0, prefetched=0, useful=0, resident=resident
+        )
+        return [nothing] * self._layers
 
     def live_rows(self, live_host_slots: Tensor) -> int:
         """See `KVCache`."""

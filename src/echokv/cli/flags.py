@@ -78,6 +78,13 @@ ENGINE_FLAGS = (
         help="keep every row on the device, with no host pool",
     ),
     Flag(
+        names=("--no-prefetch",),
+        field="prefetch",
+        parse=None,
+        switch=False,
+        help="fetch KV rows only once they are selected, never on a prediction",
+    ),
+    Flag(
         names=("--max-model-len",),
         field="max_model_len",
         parse=int,

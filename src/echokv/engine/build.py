@@ -24,6 +24,9 @@ from echokv.engine.sampler import Sampler
 from echokv.engine.scheduler import SchedulerLimits
 from echokv.engine.tokenizer import Tokenizer
 from echokv.indexer.indexer import Indexer, TokenSelector
+from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
+from echokv.indexer.threshold import Predictions
+from echokv.kernels.prefetch_args import BUDGET_UNIT
 from echokv.kernels.registry import Kernels, load_kernels
 from echokv.log import get_logger
 from echokv.memory.byte_plan import BytePlan
@@ -45,6 +48,8 @@ class EngineHooks:
     on_release: Callable[[list[int]], None] | None = None  # host blocks that layers must forget
     selector: Callable[[DeepseekV32, Indexer], TokenSelector] | None = None  # wraps the indexer
     policy: Callable[[Kernels], EvictionPolicy] | None = None  # None: the product's
+    on_predictions: Callable[[Predictions], None] | None = None  # before each step; may overwrite
+    prefetch_budget: PrefetchBudget | None = None  # None: the product's
 
 
 NO_HOOKS = EngineHooks()
@@ -64,6 +69,7 @@ class EngineParts:
     cache: KVCache
     runner: ModelRunner
     host_pool: HostPool | None
+    predictions: Predictions | None  # None: no prefetch
 
     def close(self) -> None:
         """Give the host pool back; nothing that uses it may be in flight."""
@@ -123,11 +129,17 @@ def build_engine_parts(
     row_format = _row_format(config, model_config)
     host_pool, cache = _cache(config, model_config, plan, row_format, kernels, device, hooks)
     plan.verify({"metadata": cache.metadata_bytes})
-    indexer = _indexer(config, model_config, plan, kernels, device)
+    prefetcher = _prefetcher(config, model_config, plan, row_format, kernels, cache, hooks)
+    indexer = _indexer(config, model_config, plan, kernels, device, prefetcher)
     context = ForwardContext(
         hooks.selector(model, indexer) if hooks.selector else indexer,
         SparseAttention(
-            kernels, cache, row_format, model_config.softmax_scale, model_config.index_topk
+            kernels,
+            cache,
+            row_format,
+            model_config.softmax_scale,
+            model_config.index_topk,
+            ahead=prefetcher is not None,
         ),
         hooks.observer,
     )
@@ -162,6 +174,7 @@ def build_engine_parts(
             graphs=graphs,
         ),
         host_pool=host_pool,
+        predictions=None if prefetcher is None else prefetcher.predictions,
     )
 
 
@@ -191,12 +204,41 @@ def _indexer(
     plan: BytePlan,
     kernels: Kernels,
     device: torch.device,
+    prefetcher: Prefetcher | None,
 ) -> Indexer:
     fmt = _index_key_format(config, model)
     layers = len(model.index_layers)
     pool = IndexKeyPool(layers, plan.num_host_blocks, fmt.page_bytes, device)
     plan.verify({"index keys": pool.pages.nbytes})
-    return Indexer(kernels, pool.pages, fmt, model.index_topk)
+    return Indexer(kernels, pool.pages, fmt, model.index_topk, prefetcher)
+
+
+def _prefetcher(
+    config: EngineConfig,
+    model: ModelConfig,
+    plan: BytePlan,
+    row_format: RowFormat,
+    kernels: Kernels,
+    cache: KVCache,
+    hooks: EngineHooks,
+) -> Prefetcher | None:
+    """What fetches rows ahead of decode's selections, or None with the reason in the log."""
+    if not config.prefetch or not isinstance(cache, CacheManager):
+        reason = "everything is resident" if config.prefetch else "--no-prefetch"
+        logger.info("no prefetch: %s", reason)
+        return None
+    budget = hooks.prefetch_budget or PrefetchBudget.of(row_format)
+    logger.info(
+        "prefetch in decode steps: at most %d rows a request and layer, and %d in 1000 tokens",
+        budget.least,
+        budget.rows_per_unit * 1000 // BUDGET_UNIT,
+    )
+    predictions = Predictions.create(
+        len(model.index_layers), plan.max_running, torch.device(config.device)
+    )
+    return Prefetcher(
+        kernels, cache, predictions, budget, tuple(model.index_layers), model.index_topk
+    )
 
 
 def _graphs(

@@ -15,7 +15,14 @@ from echokv.engine.draw import COLUMNS, GREEDY, MAX_ENDS, Described, DrawInputs
 from echokv.engine.scheduler import ScheduledRequest
 from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT, HostSlots, blocks_for
 
-_PADDING = {"token_ids": 0, "sources": -1, "positions": 0, "context_lens": 0, "host_slots": NO_SLOT}
+_PADDING = {
+    "token_ids": 0,
+    "sources": -1,
+    "positions": 0,
+    "context_lens": 0,
+    "host_slots": NO_SLOT,
+    "request_slots": NO_SLOT,
+}
 """Columns of one token a row, and what a row of padding holds. A source is a row of the step
 before, whose sampled token is this row's token; -1: token_ids has it."""
 
@@ -120,7 +127,9 @@ class DecodeInputs:
         Everything views the buffers but token_ids, which are put together from what was staged
         and what the step before sampled: call this inside the capture.
         """
-        staged, sources, positions, context_lens, host_slots = self._columns[:, :rows]
+        staged, sources, positions, context_lens, host_slots, request_slots = self._columns[
+            :, :rows
+        ]
         sampled = self._sampled[sources.clamp(min=0).long()]
         return ForwardBatch(
             token_ids=torch.where(sources < 0, staged.long(), sampled),
@@ -128,6 +137,7 @@ class DecodeInputs:
             context_lens=context_lens,
             host_slots=HostSlots(host_slots),
             request_rows=self._rows[:rows],
+            request_slots=request_slots,
             block_tables=self._tables[:rows],
             sampled_rows=self._rows[:rows].long(),
             max_context_len=max_context_len,
@@ -169,6 +179,7 @@ def _fill_columns(columns: np.ndarray, items: Sequence[ScheduledRequest]) -> Non
     columns[2, :real] = positions
     np.add(columns[2, :real], 1, out=columns[3, :real])
     columns[4, :real] = host_slots
+    columns[5, :real] = [item.request.request_slot for item in items]
 
 
 def _fill_draws(staging: _Staging, described: Sequence[Described]) -> None:

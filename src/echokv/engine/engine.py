@@ -49,6 +49,7 @@ class Engine:
     ) -> None:
         parts = build_engine_parts(config, on_phase, hooks)
         self._on_release = hooks.on_release
+        self._on_predictions = hooks.on_predictions
         self._parts: EngineParts = parts
         self.config = parts.config
         self.plan = parts.plan
@@ -141,6 +142,7 @@ class Engine:
         self._release_stale()
         launched = None
         if scheduled:
+            self._prepare_predictions()
             launched = self._parts.runner.launch(scheduled)
             self.scheduler.advance(scheduled)
         outputs += self._collect()
@@ -190,8 +192,8 @@ class Engine:
                     selected_rows=counts.selected,
                     recalled_rows=counts.recalled,
                     evicted_rows=counts.evicted,
-                    prefetched_useful_rows=0,
-                    prefetched_wasted_rows=0,
+                    prefetched_useful_rows=counts.useful,
+                    prefetched_wasted_rows=counts.prefetched - counts.useful,
                     resident_rows=counts.resident,
                 )
                 for counts in self.cache.counters()
@@ -225,6 +227,15 @@ class Engine:
             outputs.append(output)
         self._release_stale()
         return outputs
+
+    def _prepare_predictions(self) -> None:
+        """What was learnt about earlier requests says nothing about those that begin to run."""
+        new = self.scheduler.take_new_request_slots()
+        if self._parts.predictions is None:
+            return
+        self._parts.predictions.forget(new)
+        if self._on_predictions is not None:
+            self._on_predictions(self._parts.predictions)
 
     def _release_stale(self) -> None:
         stale = self.blocks.take_stale()

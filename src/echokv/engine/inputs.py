@@ -16,6 +16,7 @@ class PassInputs:
     context_lens: list[int]
     host_slots: list[int]
     request_rows: list[int]
+    request_slots: list[int]
     block_tables: list[list[int]]  # one a request, of different lengths
     sampled_rows: list[int]
     num_context_rows: int
@@ -29,6 +30,7 @@ class PassInputs:
         positions: list[int] = []
         host_slots: list[int] = []
         request_rows: list[int] = []
+        request_slots: list[int] = []
         sampled_rows: list[int] = []
         for row, item in enumerate(items):
             request = item.request
@@ -43,6 +45,7 @@ class PassInputs:
                 for at in span
             ]
             request_rows += [row] * item.count
+            request_slots += [request.request_slot] * item.count
             if item.samples:
                 sampled_rows.append(len(token_ids) - 1)
         real = len(token_ids)
@@ -54,6 +57,7 @@ class PassInputs:
             context_lens=[at + 1 for at in positions] + [0] * padding,
             host_slots=host_slots + [NO_SLOT] * padding,
             request_rows=request_rows + [0] * padding,
+            request_slots=request_slots + [NO_SLOT] * padding,
             block_tables=[item.request.block_ids for item in items],
             sampled_rows=sampled_rows,
             num_context_rows=sum(item.start + item.count for item in items),

@@ -8,7 +8,7 @@ from array import array
 from enum import Enum, auto
 
 from echokv.engine.sampling_params import SamplingParams
-from echokv.memory.slots import BLOCK_TOKENS
+from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT
 
 
 class RequestStatus(Enum):
@@ -30,6 +30,7 @@ class Request:
         num_computed_tokens: leading tokens whose rows are in the host pool, or will be once the
             step in flight is done.
         block_ids: host blocks in order of position; the same list from admission to release.
+        request_slot: its number among running requests; -1 when it doesn't run.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission.
         seed: base of this request's random numbers, fixed for its whole life.
     """
@@ -56,6 +57,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.block_ids: list[int] = []
+        self.request_slot = NO_SLOT
         self._block_hashes: list[bytes] = []
 
     @property

@@ -108,6 +108,9 @@ class ModelRunner:
             context_lens=self._tensor(inputs.context_lens, torch.int32),
             host_slots=HostSlots(self._tensor(inputs.host_slots, torch.int32)),
             request_rows=self._tensor(inputs.request_rows, torch.int32),
+            request_slots=self._tensor(inputs.request_slots, torch.int32)
+            if all(item.count == 1 for item in items)
+            else None,
             block_tables=self._tensor(inputs.padded_tables(), torch.int32),
             sampled_rows=self._tensor(inputs.sampled_rows, torch.int64),
             max_context_len=max(inputs.context_lens),

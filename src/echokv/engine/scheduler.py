@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from echokv.engine.blocks import HostBlocks
 from echokv.engine.request import Request, RequestStatus
 from echokv.errors import RequestError
-from echokv.memory.slots import BLOCK_TOKENS, blocks_for
+from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT, blocks_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
+        self._free_request_slots = list(reversed(range(limits.max_running)))
+        self._new_request_slots: list[int] = []
 
     @property
     def has_work(self) -> bool:
@@ -118,6 +120,11 @@ class Scheduler:
                 code="queue_full",
             )
         self.waiting.append(request)
+
+    def take_new_request_slots(self) -> list[int]:
+        """Slots of requests that began to run since the last call: what was learnt is void."""
+        slots, self._new_request_slots = self._new_request_slots, []
+        return slots
 
     def can_run_ahead(self) -> bool:
         """Whether the next step can be chosen while the results of the last one are unknown.
@@ -189,7 +196,7 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Take a request out of its queue, whichever it is in, and drop its blocks."""
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            self._stop_running(request)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
@@ -219,7 +226,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
+        self._stop_running(request)
         self._drop_blocks(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -246,7 +253,14 @@ class Scheduler:
             self.prefix_cache_queries += request.num_prompt_tokens
             self.prefix_cache_hits += request.num_cached_tokens
         request.status = RequestStatus.RUNNING
+        request.request_slot = self._free_request_slots.pop()
+        self._new_request_slots.append(request.request_slot)
         self.running.append(request)
+
+    def _stop_running(self, request: Request) -> None:
+        self.running.remove(request)
+        self._free_request_slots.append(request.request_slot)
+        request.request_slot = NO_SLOT
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks of a request, leaving at least its last token to be computed."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch, positions_to_host_slots
+from echokv.indexer.prefetch import QUERY_BLOCK, Prefetcher
 from echokv.kernels.reference.index_scores import score_width
 from echokv.kernels.registry import Kernels
 from echokv.memory.formats import IndexKeyFormat
@@ -65,12 +66,21 @@ class Indexer:
         pages: [L_index, n_pages, page_bytes] uint8; page id == host block id.
         fmt: how a page is laid out.
         topk: entries of a selection (`index_topk`).
+        prefetcher: what is told of scores and k-th scores; None: no prefetch.
     """
 
-    def __init__(self, kernels: Kernels, pages: Tensor, fmt: IndexKeyFormat, topk: int) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        pages: Tensor,
+        fmt: IndexKeyFormat,
+        topk: int,
+        prefetcher: Prefetcher | None = None,
+    ) -> None:
         self._kernels = kernels
         self._pages = pages
         self._fmt = fmt
+        self._prefetcher = prefetcher
         self.topk = topk
 
     def with_topk(self, topk: int) -> "Indexer":
@@ -99,10 +109,17 @@ class Indexer:
             batch: the pass; its keys must have been appended.
         """
         step = rows_per_score_piece(batch.max_context_len)
-        pieces = [
-            self._select_rows(index_layer, query, weights, batch, slice(start, start + step))
-            for start in range(0, batch.num_tokens, step)
-        ]
+        beside = self._prefetcher
+        if beside is not None and beside.recalls_blocks(batch):
+            step = min(step, QUERY_BLOCK)
+        else:
+            beside = None
+        pieces: list[Selection] = []
+        for start in range(0, batch.num_tokens, step):
+            if beside is not None and pieces:
+                beside.recall_block(index_layer, pieces[-1].host_slots, pieces[-1].scores, batch)
+            rows = slice(start, start + step)
+            pieces.append(self._select_rows(index_layer, query, weights, batch, rows))
         if len(pieces) == 1:
             return pieces[0]
         return Selection(
@@ -131,7 +148,12 @@ class Indexer:
             context_lens,
             batch.max_context_len,
         )  # [t, W]
+        prefetcher = self._prefetcher if scores.shape[0] == batch.num_tokens else None
+        if prefetcher is not None and prefetcher.rows_per_request(batch):
+            prefetcher.start(index_layer, scores, batch)
         positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
+        if prefetcher is not None:
+            prefetcher.learn(kth_scores)
         selected = scores.gather(1, positions.clamp(min=0).long())
         return Selection(
             positions=positions,

@@ -37,6 +37,9 @@ OPS = {
     "tick": "tick",
     "score_priorities": "priorities",
     "token_weights": "token_weights",
+    "prefetch_candidates": "candidates",
+    "update_thresholds": "thresholds",
+    "count_useful": "useful",
 }
 """Op -> the module that holds it, under the same name in every backend's folder."""
 
@@ -237,6 +240,42 @@ class Kernels(Protocol):
     def token_weights(
         self, logits: Tensor, best: Tensor, temperature: Tensor, min_p: Tensor, bits: int
     ) -> tuple[Tensor, Tensor]: ...
+
+    def prefetch_candidates(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        request_slots: Tensor,
+        thresholds: Tensor,
+        enabled: Tensor,
+        host_to_device: Tensor,
+        *,
+        most: int,
+        rows_per_unit: int,
+        least: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def update_thresholds(
+        self,
+        request_slots: Tensor,
+        kth_scores: Tensor,
+        candidate_scores: Tensor,
+        num_candidates: Tensor,
+        thresholds: Tensor,
+        usefulness: Tensor,
+        enabled: Tensor,
+    ) -> None: ...
+
+    def count_useful(
+        self,
+        host_slots: Tensor,
+        floor: Tensor,
+        host_to_device: Tensor,
+        priority: Tensor,
+        total: Tensor,
+    ) -> None: ...
 
 
 def load_kernels(backend: str, device: torch.device) -> Kernels:

@@ -1,0 +1,93 @@
+"""What the prefetch ops of every backend share: constants of the prediction, argument checks.
+
+Knows no backend. A request slot is a running request's number, below --max-num-seqs; the state of
+one index layer is three tensors with an entry for each.
+"""
+
+import torch
+from torch import Tensor
+
+from echokv.kernels.checks import check_tensor
+
+EMA_ALPHA = 0.5
+"""Weight of the past in the predicted k-th score (ECHO paper, section 5.1)."""
+
+USEFULNESS_ALPHA = 0.5
+"""Weight of the past in the share of prefetched rows that were selected."""
+
+TURN_OFF_BELOW = 0.25
+"""A request whose usefulness falls below this in a layer stops prefetching there."""
+
+TURN_ON_FROM = 0.5
+"""And begins again when it is at least this."""
+
+BUDGET_UNIT = 1 << 16
+"""Tokens of context that a budget's `rows_per_unit` is for."""
+
+
+def row_budget(context_len: int, most: int, rows_per_unit: int, least: int) -> int:
+    """Rows that one request may prefetch in one layer and step: proportional to its context."""
+    return min(most, least + context_len * rows_per_unit // BUDGET_UNIT)
+
+
+def check_candidates_args(
+    scores: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    request_rows: Tensor,
+    request_slots: Tensor,
+    thresholds: Tensor,
+    enabled: Tensor,
+    host_to_device: Tensor,
+    most: int,
+) -> None:
+    """Raise ValueError unless `prefetch_candidates` can take these."""
+    device = scores.device
+    check_tensor("scores", scores, (None, None), torch.float32)
+    rows = scores.shape[0]
+    for name, tensor in (
+        ("context_lens", context_lens),
+        ("request_rows", request_rows),
+        ("request_slots", request_slots),
+    ):
+        check_tensor(name, tensor, (rows,), torch.int32, device=device)
+    check_tensor("block_tables", block_tables, (None, None), torch.int32, device=device)
+    check_tensor("thresholds", thresholds, (None,), torch.float32, device=device)
+    check_tensor("enabled", enabled, (thresholds.shape[0],), torch.int32, device=device)
+    check_tensor("host_to_device", host_to_device, (None,), torch.int32, device=device)
+    if most < 1:
+        raise ValueError(f"most must be at least 1, got {most}")
+
+
+def check_learn_args(
+    request_slots: Tensor,
+    kth_scores: Tensor,
+    candidate_scores: Tensor,
+    num_candidates: Tensor,
+    thresholds: Tensor,
+    usefulness: Tensor,
+    enabled: Tensor,
+) -> None:
+    """Raise ValueError unless `update_thresholds` can take these."""
+    device = thresholds.device
+    check_tensor("request_slots", request_slots, (None,), torch.int32, device=device)
+    rows = request_slots.shape[0]
+    check_tensor("kth_scores", kth_scores, (rows,), torch.float32, device=device)
+    check_tensor("candidate_scores", candidate_scores, (rows, None), torch.float32, device=device)
+    check_tensor("num_candidates", num_candidates, (rows,), torch.int32, device=device)
+    check_tensor("thresholds", thresholds, (None,), torch.float32)
+    slots = thresholds.shape[0]
+    check_tensor("usefulness", usefulness, (slots,), torch.float32, device=device)
+    check_tensor("enabled", enabled, (slots,), torch.int32, device=device)
+
+
+def check_useful_args(
+    host_slots: Tensor, floor: Tensor, host_to_device: Tensor, priority: Tensor, total: Tensor
+) -> None:
+    """Raise ValueError unless `count_useful` can take these."""
+    device = priority.device
+    check_tensor("host_slots", host_slots, (None,), torch.int32, device=device)
+    check_tensor("floor", floor, (1,), torch.int32, device=device)
+    check_tensor("host_to_device", host_to_device, (None,), torch.int32, device=device)
+    check_tensor("priority", priority, (None,), torch.int32)
+    check_tensor("total", total, (1,), torch.int64, device=device)
