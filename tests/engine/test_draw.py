@@ -94,6 +94,29 @@ def test_every_method_draws_the_exact_token(vocab: int) -> None:
         assert got.tolist() == everything[served].tolist()
 
 
+@pytest.mark.parametrize("method", list(Method))
+def test_every_backend_draws_the_same_tokens(method: Method) -> None:
+    """Triton's kernels, interpreted where there is no GPU; also at a width of several blocks."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rng = random.Random(9)
+    logits = torch.randn(12, 2500, generator=torch.Generator().manual_seed(9)) * 3
+    asked = [random_row(rng, method) for _ in range(12)]
+    inputs = make_inputs(asked, {3: [5, int(logits[3].argmax())]} if method else {})
+    expected = draw(logits, inputs, method, KERNELS)
+    there = DrawInputs(inputs.numbers.to(device), inputs.ends.to(device))
+    got = draw(logits.to(device), there, method, load_kernels("triton", device))
+    assert got.tolist() == expected.tolist()
+
+
+def random_row(rng: random.Random, method: Method) -> tuple[float, ...]:
+    """What a row may ask of a method."""
+    limited = method is Method.LIMITED or (method is Method.MIXED and rng.random() < 0.5)
+    top_k = rng.choice([5, 800]) if limited else ALL_TOKENS
+    top_p = 0.9 if limited or method is Method.SORTED else 1.0
+    row = rng.choice([0.0, 0.7, 1.0]), top_k, top_p, rng.choice([0.0, 0.01]), rng.random()
+    return row if row[0] else GREEDY
+
+
 def needed(row: tuple[float, ...]) -> Method:
     temperature, top_k, top_p, _, _ = row
     if temperature == 0:
@@ -207,16 +230,7 @@ def test_a_gpu_draws_the_tokens_of_the_cpu(method: Method, rows: int) -> None:
     rng = random.Random(rows)
     vocab, gpu = 129_280, torch.device("cuda")
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)) * 3
-    asked = [
-        (
-            rng.choice([0.0, 0.7, 1.0]),
-            rng.choice([5, 800]) if method is Method.LIMITED else ALL_TOKENS,
-            0.9 if method in (Method.LIMITED, Method.SORTED) else 1.0,
-            rng.choice([0.0, 0.01]),
-            rng.random(),
-        )
-        for _ in range(rows)
-    ]
+    asked = [random_row(rng, method) for _ in range(rows)]
     inputs = make_inputs(asked, {0: [int(logits[0].argmax())]} if method else {})
     expected = draw(logits, inputs, method, KERNELS)
     on_gpu = DrawInputs(inputs.numbers.to(gpu), inputs.ends.to(gpu))

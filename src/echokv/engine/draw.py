@@ -51,7 +51,7 @@ class Method(IntEnum):
 
 
 _ROWS_AT_ONCE = {Method.PLAIN: 64, Method.LIMITED: 64, Method.MIXED: 64, Method.SORTED: 16}
-"""Rows that are drawn together: bounds the scratch memory, about 250 MB at 129,280 tokens."""
+"""Rows that are drawn together: bounds the scratch memory, most of it a sort's."""
 
 
 @dataclass(frozen=True)

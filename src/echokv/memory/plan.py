@@ -18,7 +18,7 @@ DEFAULT_HOST_REQUESTS = 64
 """A host pool that is chosen unasked holds at most this many requests of max_model_len."""
 
 FIXED_WORKSPACE_BYTES = 2**30
-"""HBM kept for libraries, CUDA graphs and fragmentation."""
+"""HBM kept for libraries, CUDA graphs, the drawing of tokens and fragmentation."""
 
 MAX_SCORE_BYTES = 256 * 2**20
 """Most bytes of index scores alive at once: what `indexer.Indexer` allows itself."""
