@@ -26,6 +26,7 @@ from echokv.engine.stats import EngineStats
 from echokv.indexer.prefetch import PrefetchBudget
 from echokv.indexer.threshold import Predictions
 
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "demo_model" / "checkpoint"
 TOPK = 64
 MAX_LEN = 512
 RANDOM = torch.Generator().manual_seed(4)
@@ -177,6 +178,29 @@ def test_hostile_budgets(
     hooks = EngineHooks(on_predictions=fill(-1e30), prefetch_budget=budget)
     stats = same(run(demo_model, hooks=hooks, device_pool_tokens=700), without)
     assert (min(moved(stats)) > 0) == (budget.least + budget.rows_per_unit > 0)
+
+
+def test_the_trained_model_prefetches_what_it_needs() -> None:
+    """Real selections: most of what moves early is then selected, and no token changes."""
+
+    def run_demo(**options: Any) -> tuple[list[list[int]], SelectionLog, EngineStats]:
+        engine, log = make_engine(
+            CHECKPOINT, host_pool_gib=0.05, device_pool_tokens=620, max_model_len=512,
+            max_num_seqs=2, dtype="float32", check_cache=True, **options,
+        )  # fmt: skip
+        tokens = engine.tokenizer.encode(python_sources(4000))
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        outputs = engine.generate([tokens[:400], tokens[400:800]], params)
+        stats = engine.stats()
+        engine.close()
+        return [tokens_of(one) for one in outputs], log, stats
+
+    tokens, log, _ = run_demo(prefetch=False)
+    stats = same(run_demo(), (tokens, log))
+    useful = sum(layer.prefetched_useful_rows for layer in stats.layers)
+    assert 0 < sum(moved(stats)) < 2 * useful
+    hostile = EngineHooks(on_predictions=scatter, prefetch_budget=HUGE)
+    same(run_demo(hooks=hostile), (tokens, log))
 
 
 def test_everything_resident_never_prefetches(demo_model: Path) -> None:
