@@ -29,6 +29,7 @@ def run(
         max_model_len=512,
         max_num_seqs=6,
         max_num_batched_tokens=96,
+        prefetch="off",  # a replay follows the policy alone
         **overrides,
     )
     engine = Engine(config, hooks=recorder.hooks)

@@ -55,6 +55,7 @@ ENGINE_CASES: list[tuple[list[str], dict[str, Any]]] = [
     (["--host-pool-gib", "1.5"], {"host_pool_gib": 1.5}),
     (["--device-pool-tokens", "640"], {"device_pool_tokens": 640}),
     (["--no-offload"], {"offload": False}),
+    (["--prefetch", "on"], {"prefetch": "on"}),
     (["--max-model-len", "4096"], {"max_model_len": 4096}),
     (["--max-num-seqs", "3"], {"max_num_seqs": 3}),
     (["--max-num-batched-tokens", "99"], {"max_num_batched_tokens": 99}),

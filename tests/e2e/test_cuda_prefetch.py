@@ -24,6 +24,7 @@ COMMON: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 512,
     "check_cache": True,
+    "prefetch": "on",
 }
 
 
@@ -46,8 +47,7 @@ def run(
         kv_cache_dtype=dtype,
         host_pool_gib=host_pool_gib(model, 128, dtype),
         device_pool_tokens=pool,
-        **COMMON,
-        **overrides,
+        **(COMMON | overrides),
     )
     tokens = engine.tokenizer.encode(python_sources(20_000))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_prefetch_changes_no_token(
     if backend == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     common: dict[str, Any] = {"backend": backend, "enforce_eager": enforce_eager}
-    expected, stats = run(demo_model, 1000, dtype, prefetch=False, **common)
+    expected, stats = run(demo_model, 1000, dtype, prefetch="off", **common)
     assert moved(stats) == [0, 0, 0]
     for hooks in (NO_HOOKS, HOSTILE):
         tokens, stats = run(demo_model, 1000, dtype, hooks=hooks, **common)
@@ -94,6 +94,6 @@ def test_prefetch_changes_no_token(
 
 @pytest.mark.gpu
 def test_hostile_predictions_in_a_pool_at_its_minimum(demo_model: Path) -> None:
-    expected, _ = run(demo_model, 1000, "bfloat16", backend="triton", prefetch=False)
+    expected, _ = run(demo_model, 1000, "bfloat16", backend="triton", prefetch="off")
     tokens, _ = run(demo_model, 5 * TOPK, "bfloat16", backend="triton", hooks=HOSTILE)
     assert tokens == expected

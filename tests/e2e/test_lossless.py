@@ -140,6 +140,7 @@ def test_any_pool_and_any_mix_give_the_tokens_and_sets_of_each_request_alone(
         enable_prefix_caching=prefix_caching,
         check_cache=True,
         hooks=hooks,
+        prefetch="on",
         **COMMON,
     )
     poison_released_rows(engine)

@@ -26,10 +26,12 @@ from echokv.engine.build import EngineHooks
 from echokv.engine.engine import Engine
 from echokv.engine.sampling_params import SamplingParams
 from echokv.engine.stats import EngineStats
+from echokv.errors import ConfigError
 from echokv.indexer import indexer, prefetch
 from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
 
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "demo_model" / "checkpoint"
 TOPK = 64
 MAX_LEN = 512
 RANDOM = torch.Generator().manual_seed(4)
@@ -83,7 +85,7 @@ def run(
         max_num_batched_tokens=256,
         max_num_seqs=8,
         check_cache=True,
-        **overrides,
+        **({"prefetch": "on"} | overrides),
     )
     poison_released_rows(engine)
     tokens = engine.tokenizer.encode(python_sources(6000))
@@ -124,7 +126,7 @@ def run(
 @pytest.fixture(scope="module")
 def without(demo_model: Path) -> tuple[list[list[int]], SelectionLog]:
     """No prefetch, and the same again in the smallest pool that runs eight requests."""
-    tokens, log, stats = run(demo_model, hooks=EngineHooks(), prefetch=False)
+    tokens, log, stats = run(demo_model, hooks=EngineHooks(), prefetch="off")
     assert {layer.prefetched_useful_rows for layer in stats.layers} == {0}
     assert {layer.prefetched_wasted_rows for layer in stats.layers} == {0}
     return tokens, log
@@ -183,6 +185,29 @@ def test_hostile_budgets(
     assert (min(moved(stats)) > 0) == (budget.least + budget.rows_per_unit > 0)
 
 
+def test_the_trained_model_prefetches_what_it_needs() -> None:
+    """Real selections: more than a third of what moves early is selected, and no token changes."""
+
+    def run_demo(**options: Any) -> tuple[list[list[int]], SelectionLog, EngineStats]:
+        engine, log = make_engine(
+            CHECKPOINT, host_pool_gib=0.05, device_pool_tokens=560, max_model_len=768,
+            max_num_seqs=2, dtype="float32", check_cache=True, **({"prefetch": "on"} | options),
+        )  # fmt: skip
+        tokens = engine.tokenizer.encode(python_sources(4000))
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        outputs = engine.generate([tokens[:700], tokens[700:1400]], params)
+        stats = engine.stats()
+        engine.close()
+        return [tokens_of(one) for one in outputs], log, stats
+
+    tokens, log, _ = run_demo(prefetch="off")
+    stats = same(run_demo(), (tokens, log))
+    useful = sum(layer.prefetched_useful_rows for layer in stats.layers)
+    assert 0 < sum(moved(stats)) < 3 * useful
+    hostile = EngineHooks(on_predictions=scatter, prefetch_budget=HUGE)
+    same(run_demo(hooks=hostile), (tokens, log))
+
+
 def test_everything_resident_never_prefetches(demo_model: Path) -> None:
     engine = Engine(
         EngineConfig(
@@ -194,6 +219,15 @@ def test_everything_resident_never_prefetches(demo_model: Path) -> None:
     assert len(tokens_of(engine.generate([tokens], params)[0])) == 8
     assert moved(engine.stats()) == [0, 0, 0]
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"prefetch": "maybe"}, "not one of auto, on, off"), ({"offload": False}, "contradicts")],
+)
+def test_contradictions_are_refused(demo_model: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--prefetch.*{words}"):
+        Engine(EngineConfig(model=str(demo_model), **({"prefetch": "on"} | options)))
 
 
 def test_only_running_requests_have_predictions(demo_model: Path) -> None:
@@ -209,7 +243,7 @@ def test_only_running_requests_have_predictions(demo_model: Path) -> None:
     engine = Engine(
         EngineConfig(
             model=str(demo_model), host_pool_gib=host_pool_gib(demo_model, 20),
-            device_pool_tokens=5 * TOPK, max_model_len=256, max_num_seqs=2,
+            device_pool_tokens=5 * TOPK, max_model_len=256, max_num_seqs=2, prefetch="on",
         ),
         hooks=EngineHooks(on_predictions=look),
     )  # fmt: skip

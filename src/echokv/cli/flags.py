@@ -78,11 +78,10 @@ ENGINE_FLAGS = (
         help="keep every row on the device, with no host pool",
     ),
     Flag(
-        names=("--no-prefetch",),
+        names=("--prefetch",),
         field="prefetch",
-        parse=None,
-        switch=False,
-        help="fetch KV rows only once they are selected, never on a prediction",
+        help="fetch KV rows of decode steps on predictions, before they are selected: auto (where"
+        " it was measured to pay), on or off",
     ),
     Flag(
         names=("--max-model-len",),

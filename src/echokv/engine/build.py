@@ -222,10 +222,9 @@ def _prefetcher(
     cache: KVCache,
     hooks: EngineHooks,
 ) -> Prefetcher | None:
-    """What fetches rows ahead of decode's selections, or None with the reason in the log."""
-    if not config.prefetch or not isinstance(cache, CacheManager):
-        reason = "everything is resident" if config.prefetch else "--no-prefetch"
-        logger.info("no prefetch: %s", reason)
+    """What fetches rows ahead of decode's selections, where that is on."""
+    if config.prefetch == "off" or not isinstance(cache, CacheManager):
+        logger.info("no prefetch")
         return None
     budget = hooks.prefetch_budget or PrefetchBudget.of(row_format)
     logger.info(
