@@ -335,7 +335,7 @@ def lanes_times(bench: CudaBench, host: HostPool) -> list[dict[str, Any]]:
 def victim_times(bench: CudaBench) -> list[dict[str, Any]]:
     """choose_victims over 61 layers, once a step."""
     device, layers, slots = bench.device, 61, bench.sizes.device_slots
-    ages, counters = fused.victim_workspace(layers, device)
+    counters = fused.victim_workspace(layers, device)
     clock = 2000
     steps = torch.empty((layers, slots), device=device).exponential_(1 / 250).clamp(max=1900)
     priority = ((clock - 1 - steps.to(torch.int32)) << 3) + torch.randint(
@@ -346,7 +346,7 @@ def victim_times(bench: CudaBench) -> list[dict[str, Any]]:
     results = []
     for num_ready in (2048, 26_624, 131_072, slots):
         taken = bench.time(
-            lambda n=num_ready: fused.choose_victims(floor, priority, ready, counters, ages, n),
+            lambda n=num_ready: fused.choose_victims(floor, priority, ready, counters, n),
             lambda: None,
         )
         results.append({"layers": layers, "slots": slots, "num_ready": num_ready} | taken)

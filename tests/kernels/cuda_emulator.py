@@ -17,7 +17,8 @@ from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import pointer
 
 HERE = Path(__file__).parent
-TOPK_THREADS = 128
+TOPK_THREADS = 256
+TOPK_HELD = 1
 RECALL_THREADS = 64
 COMPILER = shutil.which("g++")
 
@@ -30,6 +31,7 @@ class Emulator:
         subprocess.run(
             [str(COMPILER), "-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas",
              "-DECHOKV_EMULATE", f"-DTOPK_THREADS={TOPK_THREADS}",
+             f"-DTOPK_HELD={TOPK_HELD}",
              f"-DRECALL_THREADS={RECALL_THREADS}", f"-I{FOLDER}", f"-I{HERE}", "-shared", "-fPIC",
              str(HERE / "emulated.cc"), "-o", str(library)],
             check=True,
@@ -57,19 +59,16 @@ class Emulator:
         return positions, kth
 
     def choose_victims(
-        self, floor: Tensor, priority: Tensor, ready: Tensor, cursors: Tensor, ages: Tensor, n: int
+        self, floor: Tensor, priority: Tensor, ready: Tensor, cursors: Tensor, n: int
     ) -> None:
         """`choose_victims`."""
         layers, slots = priority.shape
         arguments = recall.VictimArguments(
-            pointer(floor), pointer(priority), pointer(ready), pointer(cursors), pointer(ages),
-            slots, n,
-        )  # fmt: skip
-        blocks = -(-slots // (RECALL_THREADS * 16))
-        for which, wide in ((0, blocks), (1, 1), (2, blocks)):
-            self._library.run_victims(
-                which, wide, layers, 4 * recall.AGES, self._next(), ctypes.byref(arguments)
-            )
+            pointer(floor), pointer(priority), pointer(ready), pointer(cursors), slots, n
+        )
+        self._library.run_choose_victims(
+            layers * 2, 2, 512 + 4 * recall.AGES, self._next(), ctypes.byref(arguments)
+        )
 
     def make_resident(
         self,
@@ -99,11 +98,13 @@ class Emulator:
             floor, device_free, priority, device_to_host, host_to_device, ready, cursor, barrier,
             totals, host_rows, device_rows, num_ready,
         )  # fmt: skip
+        depth = recall.depth_of(2, host_rows, device_rows, RECALL_THREADS // 32)
         arguments = recall.ResidentArguments(
             layer, pointer(host_slots), pointer(scores), pointer(device_slots), k, plan.tiles,
-            plan.tiles_per_row, plan.lanes, recall.moves_16_bytes(host_rows, device_rows), 0,
+            plan.tiles_per_row, plan.lanes, depth, 0,
         )  # fmt: skip
-        self._library.run_make_resident(plan.blocks, 512, self._next(), ctypes.byref(arguments))
+        shared = 512 + depth * host_rows.shape[1] * RECALL_THREADS // 32
+        self._library.run_make_resident(plan.blocks, shared, self._next(), ctypes.byref(arguments))
 
     def append_rows(
         self, host_slots: Tensor, rows: Tensor, *layer_tensors: Tensor, num_ready: int

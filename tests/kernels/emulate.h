@@ -234,6 +234,11 @@ DEVICE i32 atomicMax(i32* to, i32 value) {
   *to = std::max(old, value);
   return old;
 }
+DEVICE u32 atomicMin(u32* to, u32 value) {
+  const u32 old = *to;
+  *to = std::min(old, value);
+  return old;
+}
 DEVICE i32 atomicCAS(i32* to, i32 expected, i32 value) {
   emulated::maybe_yield();
   const i32 old = *to;
@@ -242,16 +247,8 @@ DEVICE i32 atomicCAS(i32* to, i32 expected, i32 value) {
 }
 
 DEVICE i32 load_shared_value(const i32* from) {
-  emulated::maybe_yield();
+  emulated::yield();  // it may be waited on
   return *from;
-}
-DEVICE i32 load_acquire(const i32* from) {
-  emulated::yield();  // waited on
-  return *from;
-}
-DEVICE void store_release(i32* to, i32 value) {
-  *to = value;
-  emulated::maybe_yield();
 }
 DEVICE void store_shared_value(i32* to, i32 value) {
   *to = value;
@@ -267,6 +264,10 @@ DEVICE void store_words(void* to, Words words) {
   if (reinterpret_cast<u64>(to) % 16 != 0) std::abort();
   std::memcpy(to, &words, 16);
 }
+DEVICE void copy_async(void* to_shared, const void* from) {
+  store_words(to_shared, load_words(from));
+}
+DEVICE void async_wait() {}
 DEVICE Words load_row_words(const void* from) { return load_words(from); }
 DEVICE void store_row_words(void* to, Words words) { store_words(to, words); }
 DEVICE u32 float_bits(float value) {

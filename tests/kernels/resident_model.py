@@ -38,7 +38,6 @@ class LayerUnderTest:
         )
         for slot, (owner, _) in model.held.items():
             self.device_rows[slot] = host_rows[owner].to(device)
-        self.ages = torch.zeros((1, 2, AGES), dtype=torch.int32, device=device)
         self.cursor_and_barrier = torch.zeros(2, dtype=torch.int32, device=device)
         self.totals = torch.zeros(TOTALS, dtype=torch.int64, device=device)
 
@@ -50,12 +49,10 @@ class LayerUnderTest:
             self.tensors.priority[None],
             self.tensors.slot_buffer[None],
             self.cursor_and_barrier[:1].fill_(-77),
-            self.ages,
             num_ready,
         )
         ready = self.tensors.slot_buffer.tolist()
         assert self.cursor_and_barrier.tolist()[0] == 0
-        assert not self.ages[:, 0].any()
         assert ready[num_ready:] == [-77] * (len(ready) - num_ready)
         levels = self.tensors.priority.tolist()
         # Ages beyond the bins are alike.

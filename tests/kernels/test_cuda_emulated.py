@@ -31,13 +31,13 @@ def check_topk(emulator: Emulator, scores: torch.Tensor, lens: list[int], k: int
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_topk_equals_sorting(emulator: Emulator, name: str) -> None:
-    """A row on a cluster of four, of which each block keeps part and reads the rest again."""
+    """A row on a cluster of two, of which each block keeps part and reads the rest again."""
     k, width = 300, 3001  # rows start at any multiple of four bytes
     lens = [k - 1, k, k + 1, 3001, 2047, 4000]
     scores = torch.stack([DISTRIBUTIONS[name](width) for _ in lens])
     for row, length in enumerate(lens):
         scores[row, length:] = torch.nan if row % 2 else torch.inf
-    check_topk(emulator, scores, lens, k, cluster=4, cached=512)
+    check_topk(emulator, scores, lens, k, cluster=2, cached=512)
 
 
 @pytest.mark.parametrize("k", [1, 63, 2048, 5000])

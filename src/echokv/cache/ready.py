@@ -25,7 +25,7 @@ class ReadyLists:
         self._fused = fused
         self._state = state
         device = state.priority.device
-        self._ages, counters = fused.victim_workspace(state.num_layers, device)
+        counters = fused.victim_workspace(state.num_layers, device)
         self._cursors, self._barrier = counters[:-1], counters[-1:]
         self.scratch = torch.empty(state.device_slots, dtype=torch.int32, device=device)
         """[N_G] int32: what the other ops may use as their slot_buffer."""
@@ -38,7 +38,6 @@ class ReadyLists:
             self._state.priority[layers],
             self._state.slot_buffer[layers],
             self._cursors[layers],
-            self._ages[layers],
             self._state.device_slots,
         )
 

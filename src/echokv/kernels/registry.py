@@ -54,7 +54,7 @@ REFERENCE_TOKEN_TILE = 32
 class FusedRecall(Protocol):
     """A layer's cache management in one launch; contracts are in `kernels/cuda/recall.py`."""
 
-    def victim_workspace(self, layers: int, device: torch.device) -> tuple[Tensor, Tensor]: ...
+    def victim_workspace(self, layers: int, device: torch.device) -> Tensor: ...
 
     def choose_victims(
         self,
@@ -62,7 +62,6 @@ class FusedRecall(Protocol):
         priority: Tensor,
         ready: Tensor,
         cursors: Tensor,
-        ages: Tensor,
         num_ready: int,
     ) -> None: ...
 
@@ -85,6 +84,7 @@ class FusedRecall(Protocol):
         *,
         num_ready: int,
         lanes: int | None = None,
+        depth: int = ...,
     ) -> None: ...
 
     def append_rows(

@@ -15,7 +15,7 @@ from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 
 MODULE = CudaModule("recall", threads=512)
-KERNELS = ("make_resident", "append_rows", "gather_rows", "count_ages", "place_ages", "fill_ready")
+KERNELS = ("make_resident", "append_rows", "gather_rows", "choose_victims")
 
 AGES = 8192
 """Bins of age, eight a step: the ready list is exact for priorities of the last 1,023 steps; rows
@@ -25,11 +25,15 @@ TOTALS = 5
 """Columns of the totals: hits, recalled, evicted, written (left alone), allocated."""
 
 _WARPS = 16
-_SLOTS_PER_BLOCK = 512 * 16
 BLOCKS_PER_SM = 2
 """Of `make_resident`, all at once; see the launch bounds in recall.cu."""
 
 _SHARED_BYTES = 4 * (2 * _WARPS + 8)
+"""sizeof(RecallShared)."""
+
+_LANDING_BYTES = 100 * 1024  # at most, of a block, for rows on their way
+_DEPTH = 4  # rows of a warp that are on their way at once
+_VICTIM_CLUSTER = 4
 _GATHER_BLOCKS = 264
 
 
@@ -57,7 +61,7 @@ class ResidentArguments(Arguments):
         *((name, ctypes.c_void_p) for name in ("host_slots", "scores", "device_slots")),
         *(
             (name, ctypes.c_int32)
-            for name in ("k", "tiles", "tiles_per_row", "lanes", "words_of_16", "pad")
+            for name in ("k", "tiles", "tiles_per_row", "lanes", "depth", "pad")
         ),
     )
 
@@ -91,25 +95,24 @@ class VictimArguments(Arguments):
     """See recall.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("floor", "priority", "ready", "cursor", "ages")),
+        *((name, ctypes.c_void_p) for name in ("floor", "priority", "ready", "cursor")),
         ("slots", ctypes.c_int32),
         ("num_ready", ctypes.c_int32),
     )
 
 
-def victim_workspace(layers: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def victim_workspace(layers: int, device: torch.device) -> Tensor:
     """Scratch of `choose_victims` and `make_resident`: made once, then only they touch it.
 
     Returns:
-        [layers, 2, AGES] int32 and [layers + 1] int32: a cursor into each layer's ready list, and
-        the barrier of `make_resident`; all zero at first.
+        [layers + 1] int32, zero at first: a cursor into each layer's ready list, and the barrier of
+        `make_resident`.
     """
-    ages = torch.zeros((layers, 2, AGES), dtype=torch.int32, device=device)
-    return ages, torch.zeros(layers + 1, dtype=torch.int32, device=device)
+    return torch.zeros(layers + 1, dtype=torch.int32, device=device)
 
 
 def choose_victims(
-    floor: Tensor, priority: Tensor, ready: Tensor, cursors: Tensor, ages: Tensor, num_ready: int
+    floor: Tensor, priority: Tensor, ready: Tensor, cursors: Tensor, num_ready: int
 ) -> None:
     """List the slots of each layer in the order in which they may leave.
 
@@ -121,13 +124,11 @@ def choose_victims(
         priority: [L, N_G] int32, -1 when free.
         ready: [L, N_G] int32 out; entries at and past num_ready stay as they are.
         cursors: [>= L] int32 out, 0: where in its list each layer is.
-        ages: [L, 2, AGES] int32, see `victim_workspace`.
         num_ready: most rows that a layer may take in before the next call, at most N_G.
     """
     device, (layers, slots) = priority.device, priority.shape
     check_tensor("priority", priority, (None, None), torch.int32)
     check_tensor("ready", ready, (layers, slots), torch.int32, device=device)
-    check_tensor("ages", ages, (layers, 2, AGES), torch.int32, device=device)
     check_tensor("cursors", cursors, (None,), torch.int32, device=device)
     check_scalars(device, floor=floor)
     if cursors.shape[0] < layers or not 0 < num_ready <= slots:
@@ -136,14 +137,16 @@ def choose_victims(
             f" {list(cursors.shape)} and {num_ready}"
         )
     arguments = VictimArguments(
-        pointer(floor), pointer(priority), pointer(ready), pointer(cursors), pointer(ages),
-        slots, num_ready,
-    )  # fmt: skip
-    blocks = -(-slots // _SLOTS_PER_BLOCK)
-    grid = {"blocks": blocks, "blocks_y": layers, "shared_bytes": 4 * AGES}
-    MODULE.launch("count_ages", arguments, device, **grid)
-    MODULE.launch("place_ages", arguments, device, blocks=1, blocks_y=layers, shared_bytes=128)
-    MODULE.launch("fill_ready", arguments, device, **grid)
+        pointer(floor), pointer(priority), pointer(ready), pointer(cursors), slots, num_ready
+    )
+    MODULE.launch(
+        "choose_victims",
+        arguments,
+        device,
+        blocks=layers * _VICTIM_CLUSTER,
+        shared_bytes=_SHARED_BYTES + 4 * AGES,
+        cluster=_VICTIM_CLUSTER,
+    )
 
 
 def make_resident(
@@ -164,6 +167,7 @@ def make_resident(
     *,
     num_ready: int,
     lanes: int | None = None,
+    depth: int = _DEPTH,
 ) -> None:
     """Fetch what is missing of a selection, evicting as needed, and say where all of it is.
 
@@ -190,6 +194,7 @@ def make_resident(
         device_slots: [T, k] int32 out, -1 exactly where host_slots is -1 or no room was left.
         num_ready: length of the list, as given to `choose_victims`.
         lanes: entries of a warp, at most 32; None: by the size of the selection.
+        depth: rows of a warp that are on their way from host memory at once.
     """
     device = priority.device
     check_tensor("host_slots", host_slots, (None, None), torch.int32, device=device)
@@ -206,10 +211,11 @@ def make_resident(
     plan = resident_plan(rows, k, sms, lanes)
     arguments = ResidentArguments(
         layer, pointer(host_slots), pointer(scores), pointer(device_slots), k, plan.tiles,
-        plan.tiles_per_row, plan.lanes, moves_16_bytes(host_rows, device_rows), 0,
+        plan.tiles_per_row, plan.lanes, depth := depth_of(depth, host_rows, device_rows), 0,
     )  # fmt: skip
+    landing = depth * device_rows.shape[1] * _WARPS
     MODULE.launch(
-        "make_resident", arguments, device, blocks=plan.blocks, shared_bytes=_SHARED_BYTES
+        "make_resident", arguments, device, blocks=plan.blocks, shared_bytes=_SHARED_BYTES + landing
     )
 
 
@@ -345,6 +351,13 @@ def resident_plan(
         if plan.tiles <= sms:
             break
     return plan
+
+
+def depth_of(wanted: int, host_rows: Tensor, device_rows: Tensor, warps: int = _WARPS) -> int:
+    """How many rows of a warp fit into a block's shared memory; 0 where rows can't be sent for."""
+    if not moves_16_bytes(host_rows, device_rows):
+        return 0
+    return min(wanted, _LANDING_BYTES // (warps * device_rows.shape[1]))
 
 
 def moves_16_bytes(*pools: Tensor) -> int:

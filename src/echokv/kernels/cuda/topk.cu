@@ -1,31 +1,37 @@
 // Exact top-k of a row by one cluster of thread blocks; contract in kernels/reference/topk.py.
 //
-// Each block keeps its part of the row in shared memory as ordered keys, and the cluster fixes the
-// k-th key by three digits of 11, 11 and 10 bits: a histogram in each block, summed in the first
-// one's shared memory. What lies beyond shared memory is read again, so no distribution and no
-// length can overflow anything. Then every block counts what it contributes, and writes it in
-// ascending position after the blocks before it; ties on the k-th key go to the lower positions.
+// Each warp keeps a run of the row in registers as ordered keys (what doesn't fit lies in shared
+// memory, and the rest is read again), and the cluster fixes the k-th key by four digits of 8 bits.
+// A digit is counted without conflicts, whatever the scores are: every lane has a column of its
+// own. Blocks send their 256 counts to each other, so that one cluster barrier a digit is enough.
+// No distribution and no length can overflow anything. Then every block counts what it contributes,
+// and writes it in ascending position after the blocks before it; ties on the k-th key go to the
+// lower positions.
 #include "device.cuh"
 
 #ifndef TOPK_THREADS
-#define TOPK_THREADS 1024
+#define TOPK_THREADS 512
 #endif
 constexpr u32 THREADS = TOPK_THREADS;
 constexpr u32 WARPS = THREADS / WARP;
-constexpr u32 BINS = 2048;
-constexpr u32 COPIES = 4;  // of a histogram: equal digits of a warp collide a quarter as often
-constexpr u32 PASSES = 3;
+constexpr u32 BITS = 8;
+constexpr u32 BINS = 1 << BITS;
+constexpr u32 PASSES = 4;
 constexpr u32 MAX_CLUSTER = 8;
-constexpr u32 IN_FLIGHT = 4;  // vectors of four scores that a thread asks for at once
+constexpr u32 GROUP = 4 * WARP;  // keys that a warp looks at at once
+#ifndef TOPK_HELD
+#define TOPK_HELD 6
+#endif
+constexpr u32 HELD = TOPK_HELD;  // of its groups, how many it holds in registers
+static_assert(BINS / WARPS <= WARP, "a lane a bin");
 
 struct TopkShared {
-  u32 histogram[BINS * COPIES];
-  u32 totals[PASSES][BINS];     // the cluster's histograms; used in its first block
-  u32 sums[2 * WARP];           // a pair for each warp
-  u32 counts[2 * MAX_CLUSTER];  // above and equal to the k-th key, for each block
-  u32 found[2];
-  u32 pad[2];
-  u32 keys[4];  // as many as fit
+  u32 columns[BINS * WARP];            // a digit's counts, one column a lane
+  u32 counts[2][MAX_CLUSTER][BINS];    // of every block, from this pass and the one before
+  u32 totals[BINS];                    // their sum
+  u32 sums[2 * WARP];                  // a pair for each warp
+  u32 contributions[2 * MAX_CLUSTER];  // above and equal to the k-th key, for each block
+  u32 keys[4];                         // as many as fit
 };
 
 struct TopkArguments {
@@ -39,13 +45,14 @@ struct TopkArguments {
   i32 cached;  // of those, how many it keeps, a multiple of 4
 };
 
-// A block's part of a row.
+// A block's part of a row, and the groups of it that this warp looks at.
 struct Part {
   const float* scores;  // its first
   u32* keys;
   u32 size;
   u32 cached;
   bool aligned;  // to sixteen bytes
+  u32 first, last;
 };
 
 DEVICE Words read_scores(const Part& part, u32 at) {  // bits; 0xffffffff, a NaN, past the end
@@ -73,106 +80,79 @@ DEVICE Words four_keys(const Part& part, u32 at) {
   return to_keys(part, at, read_scores(part, at));
 }
 
-DEVICE void count_one(u32* histogram, u32 key, u32 digit, bool counted, u32 lane) {
-  if (counted && key != 0) atomicAdd(&histogram[digit * COPIES + lane % COPIES], 1u);
-}
-
-// Count the digits of four keys a lane whose upper bits are the prefix. All lanes take part.
-DEVICE void count_digits(u32* histogram, Words keys, u32 shift, u32 mask, u64 prefix, u32 lane) {
-  const u32 above = shift + (mask == BINS - 1 ? 11 : 10);
-  const bool a = u64(keys.x) >> above == prefix, b = u64(keys.y) >> above == prefix;
-  const bool c = u64(keys.z) >> above == prefix, d = u64(keys.w) >> above == prefix;
-  const u32 digit = keys.x >> shift & mask;
-  const bool same = a && b && c && d && keys.x != 0 && keys.w != 0 &&
-                    keys.y >> shift == keys.x >> shift && keys.z >> shift == keys.x >> shift &&
-                    keys.w >> shift == keys.x >> shift;
-  const u32 first = __shfl_sync(ALL_LANES, digit, 0);
-  // Equal scores, zeros above all, would serialise the warp on one counter.
-  if (__all_sync(ALL_LANES, same && digit == first)) {
-    if (lane == 0) atomicAdd(&histogram[first * COPIES], 4 * WARP);
-    return;
-  }
-  count_one(histogram, keys.x, digit, a, lane);
-  count_one(histogram, keys.y, keys.y >> shift & mask, b, lane);
-  count_one(histogram, keys.z, keys.z >> shift & mask, c, lane);
-  count_one(histogram, keys.w, keys.w >> shift & mask, d, lane);
-}
-
-// Load the part, keep its keys, and count their first digit.
-DEVICE void load_and_count(const Part& part, u32* histogram, u32 thread) {
-  const u32 lane = thread % WARP;
-  for (u32 start = 0; start < part.size; start += THREADS * 4 * IN_FLIGHT) {
-    Words bits[IN_FLIGHT];
+// Call visit(keys, position) for each of this warp's groups, in order; all lanes take part.
+template <typename Visit>
+DEVICE void for_each_group(const Part& part, const Words* held, u32 lane, Visit visit) {
 #pragma unroll
-    for (u32 i = 0; i < IN_FLIGHT; i++)
-      bits[i] = read_scores(part, start + (i * THREADS + thread) * 4);
+  for (u32 i = 0; i < HELD; i++)
+    if (part.first + i < part.last) visit(held[i], (part.first + i) * GROUP + lane * 4);
+  for (u32 group = part.first + HELD; group < part.last; group++) {
+    const u32 at = group * GROUP + lane * 4;
+    visit(four_keys(part, at), at);
+  }
+}
+
+DEVICE void load_keys(const Part& part, Words* held, u32 lane) {
+  Words bits[HELD];
 #pragma unroll
-    for (u32 i = 0; i < IN_FLIGHT; i++) {
-      const u32 at = start + (i * THREADS + thread) * 4;
-      const Words keys = to_keys(part, at, bits[i]);
-      if (at < part.cached) store_words(part.keys + at, keys);
-      count_digits(histogram, keys, 21, BINS - 1, 0, lane);
-    }
+  for (u32 i = 0; i < HELD; i++) {
+    bits[i] = {ALL_LANES, ALL_LANES, ALL_LANES, ALL_LANES};
+    if (part.first + i < part.last)
+      bits[i] = read_scores(part, (part.first + i) * GROUP + lane * 4);
   }
-}
-
-DEVICE void count_again(const Part& part, u32* histogram, u32 shift, u32 mask, u32 prefix,
-                        u32 thread) {
-  for (u32 start = 0; start < part.size; start += THREADS * 4) {
-    const Words keys = four_keys(part, start + thread * 4);
-    count_digits(histogram, keys, shift, mask, prefix, thread % WARP);
-  }
-}
-
-// Add this block's histogram to the cluster's, and clear it.
-DEVICE void add_to_cluster(u32* histogram, u32* totals, u32 thread) {
-  u32* target = peer(totals, 0);
-  for (u32 bin = thread; bin < BINS; bin += THREADS) {
-    const Words copies = load_words(histogram + bin * COPIES);
-    const u32 count = copies.x + copies.y + copies.z + copies.w;
-    if (count != 0) {
-      atomicAdd(target + bin, count);
-      store_words(histogram + bin * COPIES, {0, 0, 0, 0});
-    }
-  }
-}
-
-// Exclusive sum over the block's threads; `sums` is scratch for one number a warp.
-DEVICE u32 threads_before(u32 value, u32* sums, u32 thread) {
-  const u32 lane = thread % WARP, warp = thread / WARP;
-  u32 total, ignored;
-  const u32 before = lanes_before(value, lane, &total);
-  if (lane == 0) sums[warp] = total;
-  block_sync();
-  const u32 other = lane < WARPS ? sums[lane] : 0;
-  const u32 earlier = lanes_before(other, lane, &ignored);
-  return before + __shfl_sync(ALL_LANES, earlier, warp);
-}
-
-// The digit that holds the wanted-th key from above, and how many keys lie above the digit.
-DEVICE void find_digit(TopkShared* shared, const u32* totals, u32 wanted, u32 thread) {
-  constexpr u32 EACH = BINS / THREADS;
-  const u32 top = BINS - 1 - thread * EACH;  // this thread's highest bin
-  u32 counts[EACH], sum = 0;
 #pragma unroll
+  for (u32 i = 0; i < HELD; i++)
+    held[i] = to_keys(part, (part.first + i) * GROUP + lane * 4, bits[i]);
+  for (u32 group = part.first + HELD; group < part.last; group++) {
+    const u32 at = group * GROUP + lane * 4;
+    if (at < part.cached) store_words(part.keys + at, to_keys(part, at, read_scores(part, at)));
+  }
+}
+
+// Sum the columns into this block's 256 counts, send those to every block, and clear the columns.
+DEVICE void send_counts(TopkShared* shared, u32 side, u32 rank, u32 blocks, u32 thread) {
+  constexpr u32 EACH = BINS / WARPS;  // bins of a warp, at most 32
+  const u32 lane = thread % WARP, first = thread / WARP * EACH;
+  u32 mine = 0;
+#pragma unroll 8
   for (u32 i = 0; i < EACH; i++) {
-    counts[i] = totals[top - i];
-    sum += counts[i];
+    u32* column = shared->columns + (first + i) * WARP + lane;
+    const u32 count = __reduce_add_sync(ALL_LANES, *column);
+    *column = 0;
+    if (lane == i) mine = count;
   }
-  u32 before = threads_before(sum, shared->sums, thread);
-  if (before < wanted && wanted <= before + sum) {
-    bool done = false;
-#pragma unroll
-    for (u32 i = 0; i < EACH; i++) {
-      if (!done && wanted <= before + counts[i]) {
-        shared->found[0] = top - i;
-        shared->found[1] = before;
-        done = true;
-      }
-      before += counts[i];
-    }
+  if (lane >= EACH) return;
+  for (u32 other = 0; other < blocks; other++)
+    *peer(&shared->counts[side][rank][first + lane], other) = mine;
+}
+
+// The digit of the wanted-th key from above; takes what lies above it off `wanted`.
+DEVICE u32 find_digit(TopkShared* shared, u32 side, u32 blocks, u32* wanted, u32 thread) {
+  for (u32 bin = thread; bin < BINS; bin += THREADS) {
+    u32 sum = 0;
+    for (u32 other = 0; other < blocks; other++) sum += shared->counts[side][other][bin];
+    shared->totals[BINS - 1 - bin] = sum;  // from above
   }
   block_sync();
+  // Every warp for itself: eight bins a lane.
+  const u32 lane = thread % WARP;
+  const Words low = load_words(shared->totals + lane * 8);
+  const Words high = load_words(shared->totals + lane * 8 + 4);
+  const u32 counts[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  u32 sum = 0, ignored;
+#pragma unroll
+  for (u32 i = 0; i < 8; i++) sum += counts[i];
+  u32 before = lanes_before(sum, lane, &ignored);
+  const bool here = before < *wanted && *wanted <= before + sum;
+  u32 place = 0, above = before;
+#pragma unroll
+  for (u32 i = 0; i < 8; i++) {
+    before += counts[i];
+    if (before < *wanted) place = i + 1, above = before;
+  }
+  const u32 owner = __ffs(__ballot_sync(ALL_LANES, here)) - 1;
+  *wanted -= __shfl_sync(ALL_LANES, above, owner);
+  return BINS - 1 - (owner * 8 + __shfl_sync(ALL_LANES, place, owner));
 }
 
 DEVICE u32 above_of(Words keys, u32 threshold) {  // one bit a key
@@ -184,7 +164,7 @@ DEVICE u32 equal_to(Words keys, u32 threshold) {
          u32(keys.w == threshold) << 3;
 }
 
-KERNEL(TOPK_THREADS, 1) void topk(ARGUMENTS TopkArguments arguments) {
+KERNEL(TOPK_THREADS, 2) void topk(ARGUMENTS TopkArguments arguments) {
   TopkShared* shared = reinterpret_cast<TopkShared*>(shared_memory());
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   const u32 blocks = cluster_size(), rank = cluster_rank();
@@ -201,41 +181,53 @@ KERNEL(TOPK_THREADS, 1) void topk(ARGUMENTS TopkArguments arguments) {
   const u32 begin = smaller(rank * arguments.chunk, length);
   const u32 size = smaller(arguments.chunk, length - begin);
   const float* scores = arguments.scores + u64(row) * arguments.width + begin;
-  const Part part = {scores, shared->keys, size, smaller(arguments.cached, ceil_div(size, 4) * 4),
-                     reinterpret_cast<u64>(scores) % 16 == 0};
+  const u32 groups = ceil_div(size, GROUP), each = ceil_div(groups, WARPS);
+  Part part = {scores,
+               shared->keys,
+               size,
+               smaller(arguments.cached, ceil_div(size, 4) * 4),
+               reinterpret_cast<u64>(scores) % 16 == 0,
+               0,
+               0};
+  part.first = smaller(warp * each, groups);
+  part.last = smaller(part.first + each, groups);
 
-  for (u32 i = thread * 4; i < BINS * COPIES; i += THREADS * 4)
-    store_words(shared->histogram + i, {0, 0, 0, 0});
-  for (u32 i = thread * 4; i < PASSES * BINS; i += THREADS * 4)
-    store_words(&shared->totals[0][0] + i, {0, 0, 0, 0});
+  cluster_arrive();  // nothing may be sent to a block that hasn't started
+  Words held[HELD];
+  load_keys(part, held, lane);
+  for (u32 i = thread * 4; i < BINS * WARP; i += THREADS * 4)
+    store_words(shared->columns + i, {0, 0, 0, 0});
+  cluster_wait();
   block_sync();
-  cluster_arrive();
-  load_and_count(part, shared->histogram, thread);
-  cluster_wait();  // every block's totals are zero
 
   u32 threshold = 0, wanted = k;
-#pragma unroll
+#pragma unroll 1
   for (u32 pass = 0; pass < PASSES; pass++) {
+    const u32 shift = 32 - BITS * (pass + 1);
+    u32* column = shared->columns + lane;
+    const auto count = [&](u32 key) {
+      // The upper digits, by two shifts: one of 32 bits has no meaning.
+      if ((key >> shift >> BITS) == threshold && key != 0)
+        atomicAdd(&column[(key >> shift & (BINS - 1)) * WARP], 1u);
+    };
+    for_each_group(part, held, lane, [&](const Words& keys, u32) {
+      count(keys.x);
+      count(keys.y);
+      count(keys.z);
+      count(keys.w);
+    });
     block_sync();
-    add_to_cluster(shared->histogram, shared->totals[pass], thread);
+    send_counts(shared, pass % 2, rank, blocks, thread);
     cluster_arrive();
     cluster_wait();
-    find_digit(shared, peer(shared->totals[pass], 0), wanted, thread);
-    threshold = threshold << (pass == 2 ? 10 : 11) | shared->found[0];
-    wanted -= shared->found[1];
-    if (pass == 0) count_again(part, shared->histogram, 10, BINS - 1, threshold, thread);
-    if (pass == 1) count_again(part, shared->histogram, 0, BINS / 2 - 1, threshold, thread);
+    threshold = threshold << BITS | find_digit(shared, pass % 2, blocks, &wanted, thread);
   }
 
-  // Each warp takes a run of the part, so that what it writes ascends.
-  const u32 groups = ceil_div(size, 4 * WARP), each = ceil_div(groups, WARPS);
-  const u32 first = smaller(warp * each, groups), last = smaller(first + each, groups);
   u32 above = 0, equal = 0;
-  for (u32 group = first; group < last; group++) {
-    const Words keys = four_keys(part, (group * WARP + lane) * 4);
+  for_each_group(part, held, lane, [&](const Words& keys, u32) {
     above += __popc(above_of(keys, threshold));
     equal += __popc(equal_to(keys, threshold));
-  }
+  });
   above = __reduce_add_sync(ALL_LANES, above);
   equal = __reduce_add_sync(ALL_LANES, equal);
   if (lane == 0) {
@@ -251,22 +243,20 @@ KERNEL(TOPK_THREADS, 1) void topk(ARGUMENTS TopkArguments arguments) {
   above = __shfl_sync(ALL_LANES, above_before, warp);
   equal = __shfl_sync(ALL_LANES, equal_before, warp);
   if (thread < blocks) {
-    u32* target = peer(shared->counts, thread);
+    u32* target = peer(shared->contributions, thread);
     target[2 * rank] = block_above;
     target[2 * rank + 1] = block_equal;
   }
   cluster_arrive();
   cluster_wait();
   for (u32 other = 0; other < rank; other++) {
-    above += shared->counts[2 * other];
-    equal += shared->counts[2 * other + 1];
+    above += shared->contributions[2 * other];
+    equal += shared->contributions[2 * other + 1];
   }
 
-  for (u32 group = first; group < last; group++) {
-    const u32 at = (group * WARP + lane) * 4;
-    const Words keys = four_keys(part, at);
+  for_each_group(part, held, lane, [&](const Words& keys, u32 at) {
     const u32 is_above = above_of(keys, threshold), is_equal = equal_to(keys, threshold);
-    if (!__any_sync(ALL_LANES, (is_above | is_equal) != 0)) continue;
+    if (!__any_sync(ALL_LANES, (is_above | is_equal) != 0)) return;
     u32 total;
     const u32 mine = __popc(is_above) | __popc(is_equal) << 16;
     const u32 before = lanes_before(mine, lane, &total);
@@ -281,6 +271,6 @@ KERNEL(TOPK_THREADS, 1) void topk(ARGUMENTS TopkArguments arguments) {
     }
     above += total & 0xffff;
     equal += total >> 16;
-  }
+  });
   if (rank == 0 && thread == 0) arguments.kth[row] = bits_float(order_bits(threshold));
 }

@@ -8,13 +8,16 @@ from torch import Tensor
 from echokv.kernels.cuda.launch import MAX_SHARED_BYTES, Arguments, CudaModule, pointer
 from echokv.kernels.reference.topk import check_topk_args
 
-MODULE = CudaModule("topk", threads=1024)
+MODULE = CudaModule("topk", threads=512)
 KERNELS = ("topk",)
 
 MAX_CLUSTER = 8
 _SCORES_PER_BLOCK = 2048  # at least, where a cluster has more than one
-_BINS, _COPIES, _PASSES = 2048, 4, 3
-FIXED_SHARED_BYTES = 4 * (_BINS * _COPIES + _PASSES * _BINS + 2 * 32 + 2 * MAX_CLUSTER + 4 + 4)
+HELD = 16 * 6 * 128
+"""Scores of a block that stay in registers."""
+
+_BINS, _LANES, _PAIRS = 256, 32, 2 * (32 + MAX_CLUSTER)
+FIXED_SHARED_BYTES = 4 * (_BINS * _LANES + 2 * MAX_CLUSTER * _BINS + _BINS + _PAIRS + 4)
 """sizeof(TopkShared); the kept keys come after it."""
 
 
@@ -68,4 +71,6 @@ def part_of_row(width: int, cluster: int) -> tuple[int, int, int]:
     chunk = -(-width // cluster)
     chunk = -(-chunk // 4) * 4
     cached = min(chunk, (MAX_SHARED_BYTES - FIXED_SHARED_BYTES) // 16 * 4)
+    if chunk <= HELD:
+        cached = 0
     return chunk, cached, FIXED_SHARED_BYTES + 4 * cached
