@@ -5,9 +5,13 @@ the order in which threads run.
 """
 
 import ctypes
+import functools
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +19,27 @@ from torch import Tensor
 from echokv.kernels.cuda import recall, topk
 from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import pointer
+from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.registry import load_kernels
 
 HERE = Path(__file__).parent
 TOPK_THREADS = 256
 TOPK_HELD = 1
 RECALL_THREADS = 64
 COMPILER = shutil.which("g++")
+
+
+@functools.cache
+def emulator() -> "Emulator":
+    """The emulator of this process, compiled on first use."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Emulator(Path(folder))
+
+
+def emulated_kernels() -> Any:
+    """`Kernels` on the CPU: the emulated fused recall, and the reference for all else."""
+    reference = load_kernels("reference", torch.device("cpu"))
+    return SimpleNamespace(**(vars(reference) | {"name": "cuda", "fused": emulator()}))
 
 
 class Emulator:
@@ -58,14 +77,26 @@ class Emulator:
         )
         return positions, kth
 
+    def victim_workspace(self, layers: int, device: torch.device) -> Tensor:
+        """`victim_workspace`."""
+        return recall.victim_workspace(layers, device)
+
     def choose_victims(
-        self, floor: Tensor, priority: Tensor, ready: Tensor, cursors: Tensor, n: int
+        self,
+        floor: Tensor,
+        priority: Tensor,
+        ready: Tensor,
+        cursors: Tensor,
+        num_ready: int,
+        *,
+        steps_ahead: int = 0,
     ) -> None:
         """`choose_victims`."""
         layers, slots = priority.shape
         arguments = recall.VictimArguments(
-            pointer(floor), pointer(priority), pointer(ready), pointer(cursors), slots, n
-        )
+            pointer(floor), pointer(priority), pointer(ready), pointer(cursors), slots, num_ready,
+            steps_ahead << 3, 0,
+        )  # fmt: skip
         self._library.run_choose_victims(
             layers * 2, 2, 512 + 4 * recall.AGES, self._next(), ctypes.byref(arguments)
         )
@@ -74,47 +105,32 @@ class Emulator:
         self,
         host_slots: Tensor,
         scores: Tensor,
-        floor: Tensor,
-        device_free: Tensor,
-        priority: Tensor,
-        device_to_host: Tensor,
-        host_to_device: Tensor,
-        ready: Tensor,
-        cursor: Tensor,
-        barrier: Tensor,
-        totals: Tensor,
-        host_rows: Tensor,
-        device_rows: Tensor,
+        layer: FusedLayer,
         device_slots: Tensor,
         *,
-        num_ready: int,
         lanes: int | None = None,
         most_blocks: int = 4,
     ) -> None:
         """`make_resident` by at most so many blocks."""
+        layer.check()
         rows, k = host_slots.shape
         plan = recall.ResidentPlan(rows, k, lanes or 4, most_blocks, RECALL_THREADS // 32)
-        layer = recall.layer_of(
-            floor, device_free, priority, device_to_host, host_to_device, ready, cursor, barrier,
-            totals, host_rows, device_rows, num_ready,
-        )  # fmt: skip
-        depth = recall.depth_of(2, host_rows, device_rows, RECALL_THREADS // 32)
+        depth = recall.depth_of(2, layer, RECALL_THREADS // 32)
         arguments = recall.ResidentArguments(
-            layer, pointer(host_slots), pointer(scores), pointer(device_slots), k, plan.tiles,
-            plan.tiles_per_row, plan.lanes, depth, 0,
+            recall.layer_of(layer), pointer(host_slots), pointer(scores), pointer(device_slots), k,
+            plan.tiles, plan.tiles_per_row, plan.lanes, depth, 0,
         )  # fmt: skip
-        shared = 512 + depth * host_rows.shape[1] * RECALL_THREADS // 32
+        shared = 512 + depth * layer.host_rows.shape[1] * RECALL_THREADS // 32
         self._library.run_make_resident(plan.blocks, shared, self._next(), ctypes.byref(arguments))
 
-    def append_rows(
-        self, host_slots: Tensor, rows: Tensor, *layer_tensors: Tensor, num_ready: int
-    ) -> None:
+    def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
         """`append_rows`."""
-        layer = recall.layer_of(*layer_tensors, num_ready)
-        whole_words = recall.moves_16_bytes(rows, *layer_tensors[-2:])
+        layer.check()
+        whole_words = recall.moves_16_bytes(rows, layer.host_rows, layer.device_rows)
         arguments = recall.AppendArguments(
-            layer, pointer(host_slots), pointer(rows), host_slots.shape[0], whole_words
-        )
+            recall.layer_of(layer), pointer(host_slots), pointer(rows), host_slots.shape[0],
+            whole_words,
+        )  # fmt: skip
         blocks = -(-host_slots.shape[0] // (RECALL_THREADS // 32))
         self._library.run_append_rows(blocks, 512, self._next(), ctypes.byref(arguments))
 

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g+
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("emulator"))
+def emulator() -> Emulator:
+    return cuda_emulator.emulator()
 
 
 def check_topk(emulator: Emulator, scores: torch.Tensor, lens: list[int], k: int, **plan: Any):
@@ -77,6 +77,27 @@ def test_choose_victims_lists_the_oldest_first(emulator: Emulator, slots: int, f
 def test_choose_victims_leaves_out_what_is_protected(emulator: Emulator) -> None:
     held = {0: (0, 80), 1: (1, 79), 2: (2, 85), 3: (3, 7)}
     assert LayerUnderTest(LayerModel(6, 9, held), CPU).choose(emulator, 80, 6)[2:] == [3, 1]
+
+
+def test_victims_of_the_next_step_may_be_protected_in_this_one(emulator: Emulator) -> None:
+    held = {0: (0, 80), 1: (1, 79), 2: (2, 85), 3: (3, 7)}
+    under_test = LayerUnderTest(LayerModel(4, 9, held), CPU)
+    assert under_test.choose(emulator, 80, 4, steps_ahead=1) == [3, 1, 0, 2]
+
+
+def test_a_list_made_ahead_serves_the_next_step(emulator: Emulator) -> None:
+    """What the step before protected may go, what this one has written meanwhile may not."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer(rng, 40, 90, rng.choice([0.7, 1.0]), 800), CPU)
+        under_test.choose(emulator, 800, 40)
+        under_test.append(emulator, rng.sample(range(90), 30), 800, 40)
+        under_test.choose(emulator, 800, 40, steps_ahead=1)
+        new = rng.sample(range(90), 8)
+        under_test.append(emulator, new, 808, 40)
+        wanted = torch.tensor([rng.sample(range(90), 32), [*new, *rng.sample(range(90), 24)]])
+        wanted[1, 8:] = wanted[0, 8:]
+        under_test.fetch(emulator, wanted.to(torch.int32), torch.rand(2, 32), 808, 40)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -139,17 +160,11 @@ def test_make_resident_without_enough_room(emulator: Emulator) -> None:
     under_test.choose(emulator, 80, 20)
     wanted = torch.arange(40, dtype=torch.int32).repeat(2, 1)
     found = torch.full_like(wanted, -77)
-    tensors = under_test.tensors
-    emulator.make_resident(
-        wanted, torch.rand(wanted.shape), torch.tensor([80], dtype=torch.int32),
-        *tensors.mappings(), tensors.slot_buffer, under_test.cursor_and_barrier[:1],
-        under_test.cursor_and_barrier[1:], under_test.totals, under_test.host_rows,
-        under_test.device_rows, found, num_ready=20,
-    )  # fmt: skip
+    emulator.make_resident(wanted, torch.rand(wanted.shape), under_test.layer(80, 20), found)
     assert under_test.totals.tolist() == [0, 40, 0, 0, 20]
     assert torch.equal(found[0], found[1])
     assert sorted(found[0].tolist()) == [-1] * 20 + list(range(20))
-    assert tensors.host_to_device[:40].tolist() == found[0].tolist()
+    assert under_test.tensors.host_to_device[:40].tolist() == found[0].tolist()
 
 
 @pytest.mark.parametrize("row_bytes", [16, 656, 40, 1568])

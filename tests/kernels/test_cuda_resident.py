@@ -9,6 +9,7 @@ from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_cuda_emulated import layer
 
 from echokv.kernels.cuda import recall
+from echokv.kernels.fused_layer import FusedLayer
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -103,10 +104,12 @@ def test_int32_offsets_of_neither_pool_overflow() -> None:
     ready = full(slots, -1)
     ready[:5] = torch.tensor([slots - 1, 6_600_000, 3_300_000, 3_800_000, 0], device=CUDA)
     found = full(5, -77).view(1, 5)
-    recall.make_resident(
-        wanted.cuda(), torch.zeros(1, 5, device=CUDA), full(1, 8), full(slots, 1, torch.uint8),
-        full(slots, -1), full(slots, -1), full(slots, -1), ready, full(1, 0), full(1, 0),
-        full(5, 0, torch.int64), host_rows, device_rows, found, num_ready=slots,
+    layer = FusedLayer(
+        floor=full(1, 8), device_free=full(slots, 1, torch.uint8), priority=full(slots, -1),
+        device_to_host=full(slots, -1), host_to_device=full(slots, -1), ready=ready,
+        cursor=full(1, 0), barrier=full(1, 0), totals=full(5, 0, torch.int64),
+        host_rows=host_rows, device_rows=device_rows, num_ready=slots,
     )  # fmt: skip
+    recall.make_resident(wanted.cuda(), torch.zeros(1, 5, device=CUDA), layer, found)
     assert sorted(found[0].tolist()) == sorted(ready[:5].tolist())
     assert torch.equal(device_rows[found[0].long()].cpu(), host_rows[wanted[0].long()])

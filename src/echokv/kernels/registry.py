@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from echokv.errors import KernelUnavailable
+from echokv.kernels.fused_layer import FusedLayer
 from echokv.log import get_logger
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 
@@ -63,48 +64,15 @@ class FusedRecall(Protocol):
         ready: Tensor,
         cursors: Tensor,
         num_ready: int,
+        *,
+        steps_ahead: int = 0,
     ) -> None: ...
 
     def make_resident(
-        self,
-        host_slots: Tensor,
-        scores: Tensor,
-        floor: Tensor,
-        device_free: Tensor,
-        priority: Tensor,
-        device_to_host: Tensor,
-        host_to_device: Tensor,
-        ready: Tensor,
-        cursor: Tensor,
-        barrier: Tensor,
-        totals: Tensor,
-        host_rows: Tensor,
-        device_rows: Tensor,
-        device_slots: Tensor,
-        *,
-        num_ready: int,
-        lanes: int | None = None,
-        depth: int = ...,
+        self, host_slots: Tensor, scores: Tensor, layer: FusedLayer, device_slots: Tensor
     ) -> None: ...
 
-    def append_rows(
-        self,
-        host_slots: Tensor,
-        rows: Tensor,
-        floor: Tensor,
-        device_free: Tensor,
-        priority: Tensor,
-        device_to_host: Tensor,
-        host_to_device: Tensor,
-        ready: Tensor,
-        cursor: Tensor,
-        barrier: Tensor,
-        totals: Tensor,
-        host_rows: Tensor,
-        device_rows: Tensor,
-        *,
-        num_ready: int,
-    ) -> None: ...
+    def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None: ...
 
 
 class Kernels(Protocol):

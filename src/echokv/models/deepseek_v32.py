@@ -100,6 +100,7 @@ class DeepseekV32(nn.Module):
         selection: Selection | None = None
         for layer in self.layers:
             hidden, selection = layer(hidden, batch, context, angles, selection)
+        context.attention.end_pass()
         normed: Tensor = self.norm(hidden)
         return normed
 

@@ -7,44 +7,22 @@
 // selects must not leave. Blocks that miss nothing don't wait at all. What has to be in order is
 // in order by the barrier alone: priorities only ever rise while a selection is made resident, so
 // that they are raised by atomic maxima, and a mapping carries its whole message.
-#include "device.cuh"
+#include "claims.cuh"
 
 #ifndef RECALL_THREADS
 #define RECALL_THREADS 512
 #endif
 constexpr u32 THREADS = RECALL_THREADS;
 constexpr u32 WARPS = THREADS / WARP;
-constexpr i32 NONE = -1;
-constexpr i32 PENDING = -2;  // in host_to_device: claimed, no device slot yet
-constexpr u32 SCORE_BITS = 3, SCORE_LEVELS = 7;
 constexpr u32 WORDS_PER_LANE = 3;  // of sixteen bytes; longer rows don't stay in registers
 constexpr u32 SCORES_HELD = 4;     // of a row's scores, how many a thread asks for at once
 constexpr u32 LATE = 1u << 27;     // a place in the ready list that means "another's claim"
-
-enum Total { HITS, RECALLED, EVICTED, WRITTEN, ALLOCATED };  // columns of the manager's totals
 
 struct RecallShared {
   u32 low[WARPS], high[WARPS];
   u32 hits, recalled, evicted, allocated;
   u32 cutoff;  // of choose_victims
   u32 pad[3];
-};
-
-// One layer, as kernels see it.
-struct Layer {
-  const i32* floor;     // [1]
-  i32* host_to_device;  // [N_H]
-  i32* priority;        // [N_G]
-  i32* device_to_host;  // [N_G]
-  u8* device_free;      // [N_G]
-  const i32* ready;     // [N_G], who leaves first
-  i32* cursor;          // [1], next of them
-  u64* totals;          // [5]
-  u32* barrier;         // [1]
-  u8* host_rows;        // [N_H, row_bytes]
-  u8* device_rows;      // [N_G, row_bytes]
-  i32 row_bytes;
-  i32 num_ready;
 };
 
 struct ResidentArguments {
@@ -152,32 +130,8 @@ struct Entry {
   i32 level;      // its priority
   bool missing;   // absent when looked up
   bool mine;      // and claimed here
-  u32 place;      // in the ready list, when mine
-  i32 victim;     // there, or -1
-  i32 owner;      // the host slot that the victim held
+  Victim victim;  // who leaves for it, when mine
 };
-
-DEVICE void name_victim(const Layer& layer, Entry* entry) {
-  entry->victim = entry->place < u32(layer.num_ready) ? layer.ready[entry->place] : NONE;
-  entry->owner = entry->victim >= 0 ? layer.device_to_host[entry->victim] : NONE;
-}
-
-// Skip what is protected in this step, then take the victim's place in the mappings.
-DEVICE bool settle(const Layer& layer, Entry* entry, i32 floor) {
-  while (entry->victim >= 0 && load_shared_value(layer.priority + entry->victim) >= floor) {
-    entry->place = atomicAdd(layer.cursor, 1);
-    name_victim(layer, entry);
-  }
-  const i32 slot = entry->victim;
-  if (slot >= 0) {
-    if (entry->owner >= 0) store_shared_value(layer.host_to_device + entry->owner, NONE);
-    layer.device_to_host[slot] = entry->host_slot;
-    layer.device_free[slot] = 0;
-    atomicMax(layer.priority + slot, entry->level);
-  }
-  store_shared_value(layer.host_to_device + entry->host_slot, slot);
-  return slot >= 0;
-}
 
 // Entries of later tiles wait in device_slots, where their results will be.
 DEVICE i32 pack(u32 place, i32 level, i32 floor) {
@@ -188,7 +142,7 @@ DEVICE Entry entry_of(const ResidentArguments& a, u32 tile, u32 thread) {
   const u32 row = tile / a.tiles_per_row, part = tile % a.tiles_per_row, lane = thread % WARP;
   const u32 column = (part * WARPS + thread / WARP) * a.lanes + lane;
   Entry entry = {};
-  entry.host_slot = entry.victim = entry.owner = NONE;
+  entry.host_slot = entry.victim.slot = entry.victim.owner = NONE;
   entry.index = ALL_LANES;
   if (lane < u32(a.lanes) && column < u32(a.k)) {
     entry.index = row * a.k + column;
@@ -203,11 +157,10 @@ DEVICE Entry unpack(const ResidentArguments& a, u32 tile, u32 thread, i32 floor)
   const i32 state = a.device_slots[entry.index];
   entry.missing = state < NONE;
   if (entry.missing) {
-    const u32 packed = u32(-2 - state);
-    entry.place = packed >> SCORE_BITS;
+    const u32 packed = u32(-2 - state), place = packed >> SCORE_BITS;
     entry.level = floor + i32(packed & SCORE_LEVELS);
-    entry.mine = entry.place != LATE;
-    if (entry.mine) name_victim(a.layer, &entry);
+    entry.mine = place != LATE;
+    if (entry.mine) entry.victim = name_victim(a.layer, place);
   }
   return entry;
 }
@@ -220,8 +173,7 @@ DEVICE void look_up(const ResidentArguments& a, Entry* entry, i32 found, i32 flo
   entry->missing = wanted && !hit;
   if (hit)
     first = atomicMax(a.layer.priority + found, entry->level) <= floor && entry->level > floor;
-  if (entry->missing)
-    entry->mine = atomicCAS(a.layer.host_to_device + entry->host_slot, NONE, PENDING) == NONE;
+  if (entry->missing) entry->mine = claim(a.layer, entry->host_slot);
   const u32 firsts = __ballot_sync(ALL_LANES, first);
   if (lane == 0 && firsts != 0) atomicAdd(&shared->hits, __popc(firsts));
 }
@@ -232,7 +184,7 @@ DEVICE void take_places(const ResidentArguments& a, Entry* entry, u32 claimed, u
   u32 base = 0;
   if (lane == 0) base = atomicAdd(a.layer.cursor, __popc(claimed));
   base = __shfl_sync(ALL_LANES, base, 0);
-  entry->place = base + __popc(claimed & ((1u << lane) - 1));
+  entry->victim.place = base + __popc(claimed & ((1u << lane) - 1));
 }
 
 DEVICE u32 without_lowest(u32 lanes) { return lanes & (lanes - 1); }
@@ -255,7 +207,7 @@ DEVICE u32 land(const ResidentArguments& a, const u8* landing, const Entry& entr
   const u32 row_bytes = a.layer.row_bytes;
   async_wait();
   for (u32 i = 0; i < u32(a.depth) && claims != 0; i++, claims = without_lowest(claims)) {
-    const i32 slot = __shfl_sync(ALL_LANES, entry.victim, __ffs(claims) - 1);
+    const i32 slot = __shfl_sync(ALL_LANES, entry.victim.slot, __ffs(claims) - 1);
     if (slot < 0) continue;
     u8* to = a.layer.device_rows + u64(u32(slot)) * row_bytes;
     for (u32 at = lane * 16; at < row_bytes; at += WARP * 16)
@@ -269,7 +221,7 @@ DEVICE void copy_claims(const ResidentArguments& a, u8* landing, const Entry& en
   if (a.depth == 0) {
     for (; claims != 0; claims = without_lowest(claims)) {
       const i32 host_slot = __shfl_sync(ALL_LANES, entry.host_slot, __ffs(claims) - 1);
-      const i32 slot = __shfl_sync(ALL_LANES, entry.victim, __ffs(claims) - 1);
+      const i32 slot = __shfl_sync(ALL_LANES, entry.victim.slot, __ffs(claims) - 1);
       if (slot < 0) continue;
       copy_row(a.layer.device_rows + u64(u32(slot)) * a.layer.row_bytes,
                a.layer.host_rows + u64(u32(host_slot)) * a.layer.row_bytes, a.layer.row_bytes,
@@ -286,16 +238,9 @@ DEVICE void copy_claims(const ResidentArguments& a, u8* landing, const Entry& en
 
 // Wait for a row that another entry claimed, and raise its priority.
 DEVICE void follow(const ResidentArguments& a, const Entry& entry) {
-  i32 slot;
-  do {
-    slot = load_shared_value(a.layer.host_to_device + entry.host_slot);
-  } while (slot == PENDING);
+  const i32 slot = await_claim(a.layer, entry.host_slot);
   if (slot >= 0) atomicMax(a.layer.priority + slot, entry.level);
   a.device_slots[entry.index] = slot;
-}
-
-DEVICE void add_total(u64* totals, Total column, u32 value) {
-  if (value != 0) atomicAdd(totals + column, u64(value));
 }
 
 DEVICE void say_where(const ResidentArguments& a, const Entry& entry, i32 found) {
@@ -335,7 +280,7 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
       take_places(a, &entry, claims, lane);
       say_where(a, entry, found);
       if (entry.missing)
-        a.device_slots[entry.index] = pack(entry.mine ? entry.place : LATE, entry.level, floor);
+        a.device_slots[entry.index] = pack(entry.mine ? entry.victim.place : LATE, entry.level, floor);
     }
   }
 
@@ -347,7 +292,7 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
   if (thread == 0) add_total(a.layer.totals, HITS, shared->hits);
   if (!wait) return;
   take_places(a, &mine, claimed, lane);
-  if (mine.mine) name_victim(a.layer, &mine);
+  if (mine.mine) mine.victim = name_victim(a.layer, mine.victim.place);
   if (thread == 0) grid_wait(a.layer.barrier, before);
   block_sync();
 
@@ -356,11 +301,11 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
     const bool first = tile == block;
     Entry entry = first ? mine : unpack(a, tile, thread, floor);
     const u32 claims = first ? claimed : __ballot_sync(ALL_LANES, entry.mine);
-    const bool settled = entry.mine && settle(a.layer, &entry, floor);
-    if (entry.mine) a.device_slots[entry.index] = entry.victim;
+    const bool settled = entry.mine && settle(a.layer, &entry.victim, entry.host_slot, entry.level, floor);
+    if (entry.mine) a.device_slots[entry.index] = entry.victim.slot;
     recalled += __popc(claims);
     allocated += __popc(__ballot_sync(ALL_LANES, settled));
-    evicted += __popc(__ballot_sync(ALL_LANES, settled && entry.owner >= 0));
+    evicted += __popc(__ballot_sync(ALL_LANES, settled && entry.victim.owner >= 0));
     copy_claims(a, landing, entry, claims, first, lane);
   }
   for (u32 tile = block; tile < u32(a.tiles); tile += grid_size()) {
@@ -409,10 +354,8 @@ KERNEL(RECALL_THREADS, 2) void append_rows(ARGUMENTS AppendArguments a) {
   i32 slot = written ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
   entry.missing = written && slot < 0;
   if (lane == 0 && slot >= 0) atomicMax(a.layer.priority + slot, floor);
-  if (lane == 0 && entry.missing) {
-    entry.place = atomicAdd(a.layer.cursor, 1);
-    name_victim(a.layer, &entry);
-  }
+  if (lane == 0 && entry.missing)
+    entry.victim = name_victim(a.layer, atomicAdd(a.layer.cursor, 1));
   if (written) {
     u8* to = a.layer.host_rows + u64(u32(entry.host_slot)) * row_bytes;
     if (ahead)
@@ -428,11 +371,11 @@ KERNEL(RECALL_THREADS, 2) void append_rows(ARGUMENTS AppendArguments a) {
   block_sync();
 
   if (lane == 0 && entry.missing) {
-    const bool settled = settle(a.layer, &entry, floor);
-    slot = entry.victim;
+    const bool settled = settle(a.layer, &entry.victim, entry.host_slot, floor, floor);
+    slot = entry.victim.slot;
     atomicAdd(&shared->recalled, 1u);
     if (settled) atomicAdd(&shared->allocated, 1u);
-    if (settled && entry.owner >= 0) atomicAdd(&shared->evicted, 1u);
+    if (settled && entry.victim.owner >= 0) atomicAdd(&shared->evicted, 1u);
   }
   slot = __shfl_sync(ALL_LANES, slot, 0);
   if (slot >= 0) {
@@ -491,6 +434,8 @@ struct VictimArguments {
   i32* cursor;          // [layers] out
   i32 slots;
   i32 num_ready;
+  i32 ahead;  // how far the floor will have risen when the list is used
+  i32 pad;
 };
 
 DEVICE u32 age_of(i32 priority, i32 floor) {
@@ -523,7 +468,7 @@ KERNEL(RECALL_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   const u32 blocks = cluster_size(), rank = cluster_rank(), slots = a.slots;
   const u64 layer = block_index() / blocks;
-  const i32 floor = *a.floor;
+  const i32 floor = *a.floor + a.ahead;
   const i32* priority = a.priority + layer * slots;
   i32* ready = a.ready + layer * slots;
   const u32 chunk = ceil_div(slots, blocks);
