@@ -57,11 +57,21 @@ class Emulator:
         )  # fmt: skip
         self._library = ctypes.CDLL(str(library))
         self.seed = 1
+        self.append_each = RECALL_THREADS
+        """Rows that a block of `append_rows` has."""
 
     def topk(
-        self, scores: Tensor, context_lens: Tensor, k: int, *, cluster: int, cached: int
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        k: int,
+        *,
+        cluster: int,
+        cached: int,
+        listed: int = 0,
+        samples: int = 128,
     ) -> tuple[Tensor, Tensor]:
-        """`topk` by clusters of so many blocks, which keep so many scores each."""
+        """`topk` by clusters of so many blocks, which keep and list so many scores each."""
         rows, width = scores.shape
         positions = torch.full((rows, k), -77, dtype=torch.int32)
         kth = torch.full((rows,), torch.nan)
@@ -69,9 +79,12 @@ class Emulator:
         cached = min(cached, chunk)
         arguments = topk.TopkArguments(
             pointer(scores), pointer(context_lens), pointer(positions), pointer(kth),
-            width, k, chunk, cached,
+            width, k, chunk, cached, listed, samples,
         )  # fmt: skip
-        shared = topk.FIXED_SHARED_BYTES + 4 * cached
+        shared = max(
+            topk.FIXED_SHARED_BYTES + 4 * cached,
+            topk.LIST_SHARED_BYTES + 4 * (3 * listed + 2 * -(-chunk // 32)),
+        )
         self._library.run_topk(
             rows * cluster, cluster, shared, self._next(), ctypes.byref(arguments)
         )
@@ -126,13 +139,16 @@ class Emulator:
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
         """`append_rows`."""
         layer.check()
+        count, row_bytes = rows.shape
         whole_words = recall.moves_16_bytes(rows, layer.host_rows, layer.device_rows)
+        each = self.append_each
         arguments = recall.AppendArguments(
-            recall.layer_of(layer), pointer(host_slots), pointer(rows), host_slots.shape[0],
-            whole_words,
-        )  # fmt: skip
-        blocks = -(-host_slots.shape[0] // (RECALL_THREADS // 32))
-        self._library.run_append_rows(blocks, 512, self._next(), ctypes.byref(arguments))
+            recall.layer_of(layer), pointer(host_slots), pointer(rows), count, each, whole_words, 0
+        )
+        shared = 512 + 4 * RECALL_THREADS + each * row_bytes
+        self._library.run_append_rows(
+            -(-count // each), shared, self._next(), ctypes.byref(arguments)
+        )
 
     def recall(
         self,

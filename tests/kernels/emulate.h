@@ -7,6 +7,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -163,6 +164,8 @@ DEVICE u32 grid_size() { return emulated::grid->blocks; }
 DEVICE void block_sync() { emulated::block_barrier(false); }
 DEVICE bool block_any(bool flag) { return emulated::block_barrier(flag); }
 
+DEVICE void wait_for_previous() {}
+
 DEVICE u32 cluster_size() { return emulated::grid->cluster; }
 DEVICE u32 cluster_rank() { return block_index() % cluster_size(); }
 DEVICE emulated::Barrier& cluster_barrier() {
@@ -220,6 +223,7 @@ DEVICE u32 __reduce_max_sync(u32, u32 value) {
 }
 DEVICE u32 __popc(u32 bits) { return __builtin_popcount(bits); }
 DEVICE u32 __ffs(u32 bits) { return __builtin_ffs(bits); }
+DEVICE u32 __clz(u32 bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 
 template <typename T, typename V>
 DEVICE T atomicAdd(T* to, V value) {
@@ -228,15 +232,22 @@ DEVICE T atomicAdd(T* to, V value) {
   *to = old + T(value);
   return old;
 }
-DEVICE i32 atomicMax(i32* to, i32 value) {
+template <typename T>
+DEVICE T atomicMax(T* to, T value) {
   emulated::maybe_yield();
-  const i32 old = *to;
+  const T old = *to;
   *to = std::max(old, value);
   return old;
 }
 DEVICE u32 atomicMin(u32* to, u32 value) {
   const u32 old = *to;
   *to = std::min(old, value);
+  return old;
+}
+DEVICE u32 atomicOr(u32* to, u32 value) {
+  emulated::maybe_yield();
+  const u32 old = *to;
+  *to = old | value;
   return old;
 }
 DEVICE i32 atomicCAS(i32* to, i32 expected, i32 value) {

@@ -29,28 +29,46 @@ def check_topk(emulator: Emulator, scores: torch.Tensor, lens: list[int], k: int
         assert kth[row].item() != 0 or not torch.signbit(kth[row])
 
 
+@pytest.mark.parametrize("listed", [0, 512, 1024, 3072])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_topk_equals_sorting(emulator: Emulator, name: str) -> None:
-    """A row on a cluster of two, of which each block keeps part and reads the rest again."""
+def test_topk_equals_sorting(emulator: Emulator, name: str, listed: int) -> None:
+    """A row on a cluster of two: by digits; by lists too short, long enough, and of everything."""
     k, width = 300, 3001  # rows start at any multiple of four bytes
     lens = [k - 1, k, k + 1, 3001, 2047, 4000]
     scores = torch.stack([DISTRIBUTIONS[name](width) for _ in lens])
     for row, length in enumerate(lens):
         scores[row, length:] = torch.nan if row % 2 else torch.inf
-    check_topk(emulator, scores, lens, k, cluster=2, cached=512)
+    check_topk(emulator, scores, lens, k, cluster=2, cached=512, listed=listed)
 
 
+@pytest.mark.parametrize("listed", [0, 2048])
 @pytest.mark.parametrize("k", [1, 63, 2048, 5000])
 @pytest.mark.parametrize("cluster", [1, 2, 8])
-def test_topk_on_clusters_of_any_size(emulator: Emulator, k: int, cluster: int) -> None:
+def test_topk_on_clusters_of_any_size(
+    emulator: Emulator, k: int, cluster: int, listed: int
+) -> None:
     lens = [4100, 0, 70, -3]
     scores = torch.randn(len(lens), 4100).round(decimals=1)
-    check_topk(emulator, scores, lens, k, cluster=cluster, cached=4100)
+    check_topk(emulator, scores, lens, k, cluster=cluster, cached=4100, listed=listed)
 
 
+@pytest.mark.parametrize("listed", [0, 128])
 @pytest.mark.parametrize("width", [1, 3, 5, 127])
-def test_topk_of_narrow_rows(emulator: Emulator, width: int) -> None:
-    check_topk(emulator, torch.randn(3, width), [width, 1, 2], 2, cluster=2, cached=64)
+def test_topk_of_narrow_rows(emulator: Emulator, width: int, listed: int) -> None:
+    check_topk(
+        emulator, torch.randn(3, width), [width, 1, 2], 2, cluster=2, cached=64, listed=listed
+    )
+
+
+def test_topk_by_a_sample_finds_everything_it_should(emulator: Emulator) -> None:
+    """Winners in one place, in the sample's blind spots, and few distinct scores."""
+    width, k = 6000, 64
+    rows = torch.randn(4, width)
+    rows[0, 100:164] += 100
+    rows[1, 1::2] = -torch.inf
+    rows[2] = torch.arange(width) % 7
+    rows[3] = torch.linspace(0, 1, width)
+    check_topk(emulator, rows, [width] * 4, k, cluster=8, cached=0, listed=1024)
 
 
 def layer(rng: random.Random, device_slots: int, host_slots: int, share: float, floor: int):
@@ -167,9 +185,16 @@ def test_make_resident_without_enough_room(emulator: Emulator) -> None:
     assert under_test.tensors.host_to_device[:40].tolist() == found[0].tolist()
 
 
+@pytest.mark.parametrize("each", [7, cuda_emulator.RECALL_THREADS])
 @pytest.mark.parametrize("row_bytes", [16, 656, 40, 1568])
-def test_append_rows(emulator: Emulator, row_bytes: int) -> None:
-    """New rows and rewritten ones, some of them next on the ready list; then a selection."""
+def test_append_rows(
+    emulator: Emulator, row_bytes: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New rows and rewritten ones, some of them next on the ready list; then a selection.
+
+    By one block, and by several.
+    """
+    monkeypatch.setattr(emulator, "append_each", each)
     for seed in range(4):
         rng = random.Random(seed)
         under_test = LayerUnderTest(

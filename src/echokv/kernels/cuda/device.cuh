@@ -38,6 +38,10 @@ DEVICE u32 grid_size() { return gridDim.x; }
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE bool block_any(bool flag) { return __syncthreads_or(flag); }
 
+// A kernel launched with `early=True` may start before the one ahead of it on the stream has ended,
+// and touches nothing until this returns: then all of that one's work can be seen.
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Thread block clusters: blocks that run together and can reach each other's shared memory.
 DEVICE u32 cluster_rank() {
   u32 rank;

@@ -2,11 +2,13 @@
 //
 // `make_resident` does lookup, eviction, allocation, mapping, copy and translation in one launch;
 // contract in recall.py. A warp owns the rows that its own entries miss: it claims them in the
-// mapping, sends for their bytes, and tells the grid that it has looked. Only then it takes the
-// next names off the ready list, and waits for the rest of the grid, since a row that somebody else
-// selects must not leave. Blocks that miss nothing don't wait at all. What has to be in order is
-// in order by the barrier alone: priorities only ever rise while a selection is made resident, so
-// that they are raised by atomic maxima, and a mapping carries its whole message.
+// mapping and tells the grid that it has looked; then it sends for their bytes and takes the next
+// names off the ready list while it waits for the rest of the grid, since a row that somebody else
+// selects must not leave. Blocks that miss nothing don't wait at all. Nothing is sent for before a
+// block has told the grid: the fence in that would wait for the rows, and lookups queue behind
+// them. What has to be in order is in order by the barrier alone: priorities only ever rise while a
+// selection is made resident, so that they are raised by atomic maxima, and a mapping carries its
+// whole message.
 #include "claims.cuh"
 
 #ifndef RECALL_THREADS
@@ -22,7 +24,8 @@ struct RecallShared {
   u32 low[WARPS], high[WARPS];
   u32 hits, recalled, evicted, allocated;
   u32 cutoff;  // of choose_victims
-  u32 pad[3];
+  u32 base;    // of append_rows: the block's first place in the ready list
+  u32 pad[2];
 };
 
 struct ResidentArguments {
@@ -253,6 +256,7 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
   const u32 thread = thread_index(), lane = thread % WARP, block = block_index();
   u8* landing =
       shared_memory() + sizeof(RecallShared) + u64(thread / WARP) * a.depth * a.layer.row_bytes;
+  wait_for_previous();
   const i32 floor = *a.layer.floor;
   if (thread == 0) shared->hits = shared->recalled = shared->evicted = shared->allocated = 0;
 
@@ -262,7 +266,7 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
   bool missed = false;
   for (u32 tile = block; tile < u32(a.tiles); tile += grid_size()) {
     Entry entry = entry_of(a, tile, thread);
-    const float score = entry.host_slot >= 0 ? a.scores[entry.index] : 0;
+    const float score = entry.index != ALL_LANES ? a.scores[entry.index] : 0;
     const Extremes extremes = extremes_of_row(a, tile / a.tiles_per_row, thread);
     const i32 found =
         entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
@@ -272,7 +276,6 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
     missed = missed || entry.missing;
     const u32 claims = __ballot_sync(ALL_LANES, entry.mine);
     if (tile == block) {
-      send_for(a, landing, entry, claims, lane);
       mine = entry;
       where = found;
       claimed = claims;
@@ -291,6 +294,7 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
   say_where(a, mine, where);
   if (thread == 0) add_total(a.layer.totals, HITS, shared->hits);
   if (!wait) return;
+  send_for(a, landing, mine, claimed, lane);
   take_places(a, &mine, claimed, lane);
   if (mine.mine) mine.victim = name_victim(a.layer, mine.victim.place);
   if (thread == 0) grid_wait(a.layer.barrier, before);
@@ -325,67 +329,110 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
   }
 }
 
-// New rows: to host always, and to the device slots that they take in this step. A warp a row.
+// New rows: to host always, and to the device slots that they take in this step. A thread looks a
+// row up, a warp moves it. One block, where that is enough, needs no barrier over the grid, and
+// guesses before it has looked that every row is absent: who leaves is known when that is.
 struct AppendArguments {
   Layer layer;
   const i32* host_slots;  // [rows], distinct
   const u8* rows;         // [rows, row_bytes]
   i32 num_rows;
-  i32 words_of_16;  // rows and both pools are aligned to them
+  i32 each;    // rows of a block, at most THREADS
+  i32 staged;  // whether a block's rows fit into its shared memory and are made of 16-byte words
+  i32 pad;
 };
+
+// A block's rows, wherever they are read from.
+struct NewRows {
+  const u8* from;
+  u8* stage;  // in shared memory
+  u32 count;
+};
+
+DEVICE void stage_rows(const AppendArguments& a, const NewRows& rows, u32 warp, u32 lane) {
+  const u32 row_bytes = a.layer.row_bytes;
+  for (u32 row = warp; row < rows.count; row += WARPS)
+    for (u32 at = lane * 16; at < row_bytes; at += WARP * 16)
+      copy_async(rows.stage + row * row_bytes + at, rows.from + u64(row) * row_bytes + at);
+}
+
+// Each warp moves the rows that it staged.
+DEVICE void move_rows(const AppendArguments& a, const NewRows& rows, u8* pool, const i32* slots,
+                      u32 warp, u32 lane) {
+  const u32 row_bytes = a.layer.row_bytes;
+  for (u32 row = warp; row < rows.count; row += WARPS) {
+    if (slots[row] < 0) continue;
+    u8* to = pool + u64(u32(slots[row])) * row_bytes;
+    if (a.staged) {
+      for (u32 at = lane * 16; at < row_bytes; at += WARP * 16)
+        store_row_words(to + at, load_words(rows.stage + row * row_bytes + at));
+    } else {
+      copy_row(to, rows.from + u64(row) * row_bytes, row_bytes, false, lane);
+    }
+  }
+}
 
 KERNEL(RECALL_THREADS, 2) void append_rows(ARGUMENTS AppendArguments a) {
   RecallShared* shared = reinterpret_cast<RecallShared*>(shared_memory());
-  const u32 thread = thread_index(), lane = thread % WARP;
-  const u32 index = block_index() * WARPS + thread / WARP;
-  const u32 row_bytes = a.layer.row_bytes, words = row_bytes / 16;
-  const bool ahead = a.words_of_16 && words <= WORDS_PER_LANE * WARP;
-  const i32 floor = *a.layer.floor;
-  const u8* from = a.rows + u64(index) * row_bytes;
+  const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
+  const u32 first = block_index() * a.each;
+  const NewRows rows = {a.rows + u64(first) * a.layer.row_bytes,
+                        shared_memory() + sizeof(RecallShared) + THREADS * 4,
+                        smaller(a.each, u32(a.num_rows) - first)};
+  i32* slots = reinterpret_cast<i32*>(shared + 1);  // of the rows, in the device pool
+  const bool alone = grid_size() == 1;
+  wait_for_previous();
+  if (a.staged) stage_rows(a, rows, warp, lane);
   if (thread == 0) shared->recalled = shared->evicted = shared->allocated = 0;
+
+  const i32 floor = *a.layer.floor;
+  const i32 host_slot = thread < rows.count ? a.host_slots[first + thread] : NONE;
+  const u32 guess = alone ? u32(load_shared_value(a.layer.cursor)) + thread : 0;
+  Victim victim = {ALL_LANES, NONE, NONE};
+  if (alone && host_slot >= 0) victim = name_victim(a.layer, guess);
+  const i32 found = host_slot >= 0 ? load_shared_value(a.layer.host_to_device + host_slot) : NONE;
+  const bool missing = host_slot >= 0 && found < 0;
+  if (found >= 0) atomicMax(a.layer.priority + found, floor);
+  const u32 absent = __ballot_sync(ALL_LANES, missing);
+  if (lane == 0) shared->low[warp] = __popc(absent);
+  async_wait();
+  if (alone) move_rows(a, rows, a.layer.host_rows, a.host_slots + first, warp, lane);
   block_sync();
 
-  Entry entry = {};
-  entry.host_slot = index < u32(a.num_rows) ? a.host_slots[index] : NONE;
-  entry.level = floor;
-  const bool written = entry.host_slot >= 0;
-  RowWords row = {};
-  if (written && ahead) row = load_row(from, words, lane);
-  i32 slot = written ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
-  entry.missing = written && slot < 0;
-  if (lane == 0 && slot >= 0) atomicMax(a.layer.priority + slot, floor);
-  if (lane == 0 && entry.missing)
-    entry.victim = name_victim(a.layer, atomicAdd(a.layer.cursor, 1));
-  if (written) {
-    u8* to = a.layer.host_rows + u64(u32(entry.host_slot)) * row_bytes;
-    if (ahead)
-      store_row(to, row, words, lane);
-    else
-      copy_row(to, from, row_bytes, a.words_of_16, lane);
+  u32 total;
+  const u32 warps_before = lanes_before(lane < WARPS ? shared->low[lane] : 0, lane, &total);
+  u32 place = __shfl_sync(ALL_LANES, warps_before, warp) + __popc(absent & ((1u << lane) - 1));
+  if (alone) {
+    place += guess - thread;
+    if (thread == 0 && total != 0) atomicAdd(a.layer.cursor, total);
+  } else {
+    if (thread == 0) {
+      shared->base = total == 0 ? 0 : atomicAdd(a.layer.cursor, total);
+      const u32 before = grid_arrive(a.layer.barrier, block_index(), grid_size());
+      if (total != 0) grid_wait(a.layer.barrier, before);
+    }
+    move_rows(a, rows, a.layer.host_rows, a.host_slots + first, warp, lane);
   }
-  const bool wait = block_any(entry.missing);
-  if (thread == 0) {
-    const u32 before = grid_arrive(a.layer.barrier, block_index(), grid_size());
-    if (wait) grid_wait(a.layer.barrier, before);
-  }
-  block_sync();
+  block_sync();  // every row that is there is protected, every place is taken
+  if (!alone) place += shared->base;
 
-  if (lane == 0 && entry.missing) {
-    const bool settled = settle(a.layer, &entry.victim, entry.host_slot, floor, floor);
-    slot = entry.victim.slot;
-    atomicAdd(&shared->recalled, 1u);
-    if (settled) atomicAdd(&shared->allocated, 1u);
-    if (settled && entry.victim.owner >= 0) atomicAdd(&shared->evicted, 1u);
+  i32 slot = found;
+  bool settled = false;
+  if (missing) {
+    if (victim.place != place) victim = name_victim(a.layer, place);
+    settled = settle(a.layer, &victim, host_slot, floor, floor);
+    slot = victim.slot;
   }
-  slot = __shfl_sync(ALL_LANES, slot, 0);
-  if (slot >= 0) {
-    u8* to = a.layer.device_rows + u64(u32(slot)) * row_bytes;
-    if (ahead)
-      store_row(to, row, words, lane);
-    else
-      copy_row(to, from, row_bytes, a.words_of_16, lane);
+  if (thread < rows.count) slots[thread] = slot;
+  const u32 allocated = __popc(__ballot_sync(ALL_LANES, settled));
+  const u32 evicted = __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
+  if (lane == 0 && absent != 0) {
+    atomicAdd(&shared->recalled, __popc(absent));
+    atomicAdd(&shared->allocated, allocated);
+    atomicAdd(&shared->evicted, evicted);
   }
   block_sync();
+  move_rows(a, rows, a.layer.device_rows, slots, warp, lane);
   if (thread == 0) {
     add_total(a.layer.totals, WRITTEN, shared->recalled);
     add_total(a.layer.totals, EVICTED, shared->evicted);

@@ -6,6 +6,7 @@ for all layers at the start of the step, and passes over those that are protecte
 """
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ _SHARED_BYTES = 4 * (2 * _WARPS + 8)
 
 _LANDING_BYTES = 100 * 1024  # at most, of a block, for rows on their way
 _DEPTH = 4  # rows of a warp that are on their way at once
+_ALONE = 64  # rows that one block appends
 _VICTIM_CLUSTER = 4
 _GATHER_BLOCKS = 264
 
@@ -71,8 +73,7 @@ class AppendArguments(Arguments):
         ("layer", Layer),
         ("host_slots", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int32),
-        ("words_of_16", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("num_rows", "each", "staged", "pad")),
     )
 
 
@@ -197,8 +198,9 @@ def make_resident(
     )  # fmt: skip
     landing = depth * layer.device_rows.shape[1] * _WARPS
     MODULE.launch(
-        "make_resident", arguments, device, blocks=plan.blocks, shared_bytes=_SHARED_BYTES + landing
-    )
+        "make_resident", arguments, device, blocks=plan.blocks,
+        shared_bytes=_SHARED_BYTES + landing, early=True,
+    )  # fmt: skip
 
 
 def append_rows(host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
@@ -218,15 +220,18 @@ def append_rows(host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
     shape = (host_slots.shape[0], layer.device_rows.shape[1])
     check_tensor("rows", rows, shape, torch.uint8, device=device)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    most = BLOCKS_PER_SM * sms * _WARPS  # rows that resident blocks have a warp for
+    plan = append_plan(*shape, sms)
     whole_words = moves_16_bytes(rows, layer.host_rows, layer.device_rows)
-    for start in range(0, shape[0], most):
-        count = min(most, shape[0] - start)
+    for start in range(0, shape[0], plan.most):
+        count = min(plan.most, shape[0] - start)
         arguments = AppendArguments(
-            layer_of(layer), pointer(host_slots[start:]), pointer(rows[start:]), count, whole_words
-        )
-        blocks = -(-count // _WARPS)
-        MODULE.launch("append_rows", arguments, device, blocks=blocks, shared_bytes=_SHARED_BYTES)
+            layer_of(layer), pointer(host_slots[start:]), pointer(rows[start:]), count, plan.each,
+            whole_words and plan.staged, 0,
+        )  # fmt: skip
+        MODULE.launch(
+            "append_rows", arguments, device, blocks=-(-count // plan.each),
+            shared_bytes=plan.shared_bytes, early=True,
+        )  # fmt: skip
 
 
 def layer_of(layer: FusedLayer) -> Layer:
@@ -258,6 +263,30 @@ def recall(
     )  # fmt: skip
     blocks = min(-(-entries // _WARPS), _GATHER_BLOCKS)
     MODULE.launch("gather_rows", arguments, device, blocks=blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppendPlan:
+    """How new rows are cut up."""
+
+    each: int  # rows of a block
+    staged: int  # 1: a block keeps its rows in shared memory
+    most: int  # rows of a launch, whose blocks are all resident at once
+    shared_bytes: int
+
+
+def append_plan(rows: int, row_bytes: int, sms: int, threads: int = _WARPS * 32) -> AppendPlan:
+    """One block for a decode step's rows, as many as there can be for a prefill's."""
+    blocks = BLOCKS_PER_SM * sms
+    fits = max(1, _LANDING_BYTES // row_bytes)
+    wanted = rows if rows <= _ALONE else max(_WARPS, -(-rows // blocks))
+    each = min(wanted, threads, fits)
+    return AppendPlan(
+        each=each,
+        staged=int(row_bytes * each <= _LANDING_BYTES),
+        most=each * blocks,
+        shared_bytes=_SHARED_BYTES + 4 * threads + each * row_bytes,
+    )
 
 
 class ResidentPlan:
