@@ -47,9 +47,9 @@ def check_gather(row_bytes: int) -> None:
     assert torch.equal(found, host_rows[sources[:140].long()])
 
 
-def check_topk(rows: int, width: int, k: int) -> None:
-    """One shape, with a short row, ties and garbage past the lengths."""
-    scores = torch.randn(rows, width).round(decimals=1)
+def check_topk(rows: int, width: int, k: int, *, zeros: bool = False) -> None:
+    """One shape, with a short row, ties and garbage past the lengths; zeros overflow every list."""
+    scores = torch.zeros(rows, width) if zeros else torch.randn(rows, width).round(decimals=1)
     lens = [width, k - 1, k, width - 1][:rows] + [width] * max(0, rows - 4)
     for row, length in enumerate(lens):
         scores[row, length:] = torch.nan
@@ -65,20 +65,15 @@ def main() -> int:
     """Run everything; an assertion or the sanitizer says what is wrong."""
     torch.manual_seed(3)
     start = time.perf_counter()
-    for row_bytes in (656, 1152, 40, 1568):
+    for row_bytes in (656, 40):
         check_resident(row_bytes, 4, 130, None)
         check_resident(row_bytes, 3, 33, 32)
         check_gather(row_bytes)
         print(f"rows of {row_bytes} B: {time.perf_counter() - start:.1f} s", flush=True)
     check_resident(656, 300, 70, 4)  # more tiles than resident blocks
-    for shape in (
-        (4, 5000, 300),
-        (4, 63, 7),
-        (2, 40_000, 2048),
-        (40, 17_000, 100),
-        (1, 300_001, 64),
-    ):
+    for shape in ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000)):
         check_topk(*shape)
+        check_topk(*shape, zeros=True)
         print(f"topk {shape}: {time.perf_counter() - start:.1f} s", flush=True)
     torch.cuda.synchronize()
     print("all as the models say")

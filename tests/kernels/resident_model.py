@@ -86,7 +86,7 @@ class LayerUnderTest:
         self, ops: FusedOps, wanted: Tensor, scores: Tensor, floor: int, num_ready: int, **plan: Any
     ) -> None:
         """One `make_resident`, then every check."""
-        tensors, model = self.tensors, self.model
+        model = self.model
         found = torch.full_like(wanted, -77)
         before = dict(model.held)
         ops.make_resident(

@@ -91,11 +91,11 @@ def test_every_entry_the_same_missing_row() -> None:
 
 
 def test_int32_offsets_of_neither_pool_overflow() -> None:
-    """Rows past byte 2^32 of both pools."""
+    """Rows past byte 2^32 of both pools: recalled, appended, gathered."""
     slots = 7_000_001
     host_rows = torch.empty(slots * 656, dtype=torch.uint8, pin_memory=True).view(slots, 656)
-    wanted = torch.tensor([[0, 3_276_800, 3_728_271, 6_547_206, slots - 1]], dtype=torch.int32)
-    host_rows[wanted[0].long()] = torch.randint(0, 256, (5, 656), dtype=torch.uint8)
+    far = torch.tensor([0, 3_276_800, 3_728_271, 6_547_206, slots - 1], dtype=torch.int32)
+    host_rows[far.long()] = torch.randint(0, 256, (5, 656), dtype=torch.uint8)
 
     def full(size: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full((size,), value, dtype=dtype, device=CUDA)
@@ -103,13 +103,25 @@ def test_int32_offsets_of_neither_pool_overflow() -> None:
     device_rows = torch.zeros(slots, 656, dtype=torch.uint8, device=CUDA)
     ready = full(slots, -1)
     ready[:5] = torch.tensor([slots - 1, 6_600_000, 3_300_000, 3_800_000, 0], device=CUDA)
-    found = full(5, -77).view(1, 5)
+    ready[5:10] = torch.tensor([slots - 2, 6_600_001, 3_300_001, 3_800_001, 1], device=CUDA)
     layer = FusedLayer(
         floor=full(1, 8), device_free=full(slots, 1, torch.uint8), priority=full(slots, -1),
         device_to_host=full(slots, -1), host_to_device=full(slots, -1), ready=ready,
         cursor=full(1, 0), barrier=full(1, 0), totals=full(5, 0, torch.int64),
         host_rows=host_rows, device_rows=device_rows, num_ready=slots,
     )  # fmt: skip
-    recall.make_resident(wanted.cuda(), torch.zeros(1, 5, device=CUDA), layer, found)
+    found = full(5, -77).view(1, 5)
+    recall.make_resident(far.cuda().view(1, 5), torch.zeros(1, 5, device=CUDA), layer, found)
     assert sorted(found[0].tolist()) == sorted(ready[:5].tolist())
-    assert torch.equal(device_rows[found[0].long()].cpu(), host_rows[wanted[0].long()])
+    assert torch.equal(device_rows[found[0].long()].cpu(), host_rows[far.long()])
+
+    new = (far - 2).clamp(min=1)
+    rows = torch.randint(0, 256, (5, 656), dtype=torch.uint8)
+    recall.append_rows(new.cuda(), rows.cuda(), layer)
+    where = layer.host_to_device[new.long().cuda()]
+    assert sorted(where.tolist()) == sorted(ready[5:10].tolist())
+    assert torch.equal(device_rows[where.long()].cpu(), rows)
+    assert torch.equal(host_rows[new.long()], rows)
+
+    recall.recall(far.cuda(), full(1, 5), ready, host_rows, device_rows)
+    assert torch.equal(device_rows[ready[:5].long()].cpu(), host_rows[far.long()])
