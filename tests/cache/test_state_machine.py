@@ -295,7 +295,7 @@ TestInterpretedCache.settings = settings(
 TestEmulatedCache = pytest.mark.skipif(COMPILER is None, reason="needs g++")(
     EmulatedCacheLife.TestCase
 )
-TestEmulatedCache.settings = settings(max_examples=15, stateful_step_count=20, **_RELAXED)
+TestEmulatedCache.settings = settings(max_examples=10, stateful_step_count=16, **_RELAXED)
 TestCudaCache = pytest.mark.gpu(CudaCacheLife.TestCase)
 TestCudaCache.settings = settings(max_examples=60, stateful_step_count=40, **_RELAXED)
 TestFusedCache = pytest.mark.gpu(

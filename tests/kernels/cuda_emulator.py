@@ -26,6 +26,9 @@ HERE = Path(__file__).parent
 TOPK_THREADS = 256
 TOPK_HELD = 1
 RECALL_THREADS = 64
+SHARED_BYTES = 4 * (2 * RECALL_THREADS // 32 + 8)
+"""sizeof(RecallShared)."""
+
 COMPILER = shutil.which("g++")
 
 
@@ -111,7 +114,7 @@ class Emulator:
             steps_ahead << 3, 0,
         )  # fmt: skip
         self._library.run_choose_victims(
-            layers * 2, 2, 512 + 4 * recall.AGES, self._next(), ctypes.byref(arguments)
+            layers * 2, 2, SHARED_BYTES + 4 * recall.AGES, self._next(), ctypes.byref(arguments)
         )
 
     def make_resident(
@@ -133,7 +136,7 @@ class Emulator:
             recall.layer_of(layer), pointer(host_slots), pointer(scores), pointer(device_slots), k,
             plan.tiles, plan.tiles_per_row, plan.lanes, depth, 0,
         )  # fmt: skip
-        shared = 512 + depth * layer.host_rows.shape[1] * RECALL_THREADS // 32
+        shared = SHARED_BYTES + depth * layer.host_rows.shape[1] * RECALL_THREADS // 32
         self._library.run_make_resident(plan.blocks, shared, self._next(), ctypes.byref(arguments))
 
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
@@ -145,7 +148,7 @@ class Emulator:
         arguments = recall.AppendArguments(
             recall.layer_of(layer), pointer(host_slots), pointer(rows), count, each, whole_words, 0
         )
-        shared = 512 + 4 * RECALL_THREADS + each * row_bytes
+        shared = SHARED_BYTES + 4 * RECALL_THREADS + each * row_bytes
         self._library.run_append_rows(
             -(-count // each), shared, self._next(), ctypes.byref(arguments)
         )

@@ -26,6 +26,8 @@ struct alignas(16) Words {
 
 namespace emulated {
 constexpr size_t STACK = 64 << 10;
+constexpr size_t GUARD = 4096;  // bytes past shared memory that nobody may write
+constexpr u8 POISON = 0xdb;
 
 struct Warp {
   u64 slot[2][32];
@@ -117,7 +119,7 @@ inline void launch(u32 blocks, u32 blocks_y, u32 threads, u32 cluster, size_t sh
   mine.fibers.resize(size_t(blocks) * blocks_y * threads);
   grid = &mine;
   for (Block& one : mine.block) {
-    one.shared.resize(shared + 16, 0xdb);  // poison
+    one.shared.resize(shared + 16 + GUARD, POISON);
     one.warps.resize(threads / 32);
     one.running = threads;
   }
@@ -150,6 +152,13 @@ inline void launch(u32 blocks, u32 blocks_y, u32 threads, u32 cluster, size_t sh
     }
   }
   grid = nullptr;
+  for (const Block& one : mine.block) {
+    const u8* end = one.shared.data() + one.shared.size();
+    if (std::any_of(end - GUARD, end, [](u8 byte) { return byte != POISON; })) {
+      std::fprintf(stderr, "a block wrote past its %zu bytes of shared memory\n", shared);
+      std::abort();
+    }
+  }
 }
 }  // namespace emulated
 

@@ -29,12 +29,15 @@ def check_topk(emulator: Emulator, scores: torch.Tensor, lens: list[int], k: int
         assert kth[row].item() != 0 or not torch.signbit(kth[row])
 
 
-@pytest.mark.parametrize("listed", [0, 512, 1024, 3072])
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    "name, listed",
+    [*((name, listed) for name in DISTRIBUTIONS for listed in (0, 1024)),
+     ("normal", 512), ("normal", 3072), ("all equal", 3072)],
+)  # fmt: skip
 def test_topk_equals_sorting(emulator: Emulator, name: str, listed: int) -> None:
     """A row on a cluster of two: by digits; by lists too short, long enough, and of everything."""
     k, width = 300, 3001  # rows start at any multiple of four bytes
-    lens = [k - 1, k, k + 1, 3001, 2047, 4000]
+    lens = [k - 1, k, 3001, 2047, 4000]
     scores = torch.stack([DISTRIBUTIONS[name](width) for _ in lens])
     for row, length in enumerate(lens):
         scores[row, length:] = torch.nan if row % 2 else torch.inf
@@ -43,7 +46,7 @@ def test_topk_equals_sorting(emulator: Emulator, name: str, listed: int) -> None
 
 @pytest.mark.parametrize("listed", [0, 2048])
 @pytest.mark.parametrize("k", [1, 63, 2048, 5000])
-@pytest.mark.parametrize("cluster", [1, 2, 8])
+@pytest.mark.parametrize("cluster", [1, 8])
 def test_topk_on_clusters_of_any_size(
     emulator: Emulator, k: int, cluster: int, listed: int
 ) -> None:
@@ -60,15 +63,16 @@ def test_topk_of_narrow_rows(emulator: Emulator, width: int, listed: int) -> Non
     )
 
 
-def test_topk_by_a_sample_finds_everything_it_should(emulator: Emulator) -> None:
+@pytest.mark.parametrize("listed", [1024, 5000])
+def test_topk_by_a_sample_finds_everything_it_should(emulator: Emulator, listed: int) -> None:
     """Winners in one place, in the sample's blind spots, and few distinct scores."""
     width, k = 6000, 64
-    rows = torch.randn(4, width)
+    rows = torch.randn(4, width)  # lists, not keys, need most of the shared memory
     rows[0, 100:164] += 100
     rows[1, 1::2] = -torch.inf
     rows[2] = torch.arange(width) % 7
     rows[3] = torch.linspace(0, 1, width)
-    check_topk(emulator, rows, [width] * 4, k, cluster=8, cached=0, listed=1024)
+    check_topk(emulator, rows, [width] * 4, k, cluster=8, cached=0, listed=listed)
 
 
 def layer(rng: random.Random, device_slots: int, host_slots: int, share: float, floor: int):

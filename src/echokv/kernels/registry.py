@@ -43,10 +43,8 @@ OPS = {
 CUDA_OPS = ("topk", "recall")
 """Ops that have a CUDA C++ kernel; `--backend cuda` takes Triton's for the rest."""
 
-AUTO_ON_HOPPER = "triton"
-"""What "auto" takes on Hopper. The CUDA kernels are faster in every case that
-benchmarks/results/cuda_cache.json has but top-k of one row of a million, and pass their own tests;
-they become the choice when the engine's tests have passed with them on a GPU too."""
+AUTO_ON_HOPPER = "cuda"
+"""What "auto" takes on Hopper; the engine's tests have passed with it on an H200."""
 
 REFERENCE_TOKEN_TILE = 32
 """Rows of a pass on the reference backend: always these many, so that shapes never change."""

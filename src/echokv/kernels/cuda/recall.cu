@@ -27,6 +27,7 @@ struct RecallShared {
   u32 base;    // of append_rows: the block's first place in the ready list
   u32 pad[2];
 };
+static_assert(sizeof(RecallShared) == 4 * (2 * WARPS + 8), "_SHARED_BYTES of recall.py");
 
 struct ResidentArguments {
   Layer layer;

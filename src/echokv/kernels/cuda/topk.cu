@@ -26,6 +26,7 @@ constexpr u32 GROUP = 4 * WARP;  // keys that a warp looks at at once
 #define TOPK_HELD 6
 #endif
 constexpr u32 HELD = TOPK_HELD;  // of its groups, how many it holds in registers
+constexpr u32 TOGETHER = 2;      // and of the others, how many it asks for at once
 static_assert(BINS / WARPS <= WARP, "a lane a bin");
 
 struct TopkShared {
@@ -36,6 +37,7 @@ struct TopkShared {
   u32 contributions[2 * MAX_CLUSTER];  // above and equal to the k-th key, for each block
   u32 keys[4];                         // as many as fit
 };
+static_assert(sizeof(TopkShared) == 50512, "FIXED_SHARED_BYTES of topk.py");
 
 struct TopkArguments {
   const float* scores;      // [rows, width]
@@ -91,9 +93,13 @@ DEVICE void for_each_group(const Part& part, const Words* held, u32 lane, Visit 
 #pragma unroll
   for (u32 i = 0; i < HELD; i++)
     if (part.first + i < part.last) visit(held[i], (part.first + i) * GROUP + lane * 4);
-  for (u32 group = part.first + HELD; group < part.last; group++) {
-    const u32 at = group * GROUP + lane * 4;
-    visit(four_keys(part, at), at);
+  for (u32 start = part.first + HELD; start < part.last; start += TOGETHER) {
+    Words keys[TOGETHER];
+#pragma unroll
+    for (u32 i = 0; i < TOGETHER; i++) keys[i] = four_keys(part, (start + i) * GROUP + lane * 4);
+#pragma unroll
+    for (u32 i = 0; i < TOGETHER; i++)
+      if (start + i < part.last) visit(keys[i], (start + i) * GROUP + lane * 4);
   }
 }
 
@@ -283,6 +289,7 @@ struct ListShared {
   Summary mine;
   u32 before[2];  // above and equal to the k-th key in the blocks before this one
 };
+static_assert(sizeof(ListShared) == 9552, "LIST_SHARED_BYTES of topk.py");
 
 struct Lists {
   u32* keys;    // of this block's part, those above the bound, in any order

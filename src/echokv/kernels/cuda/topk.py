@@ -21,8 +21,11 @@ _BINS, _LANES, _PAIRS = 256, 32, 2 * (32 + MAX_CLUSTER)
 FIXED_SHARED_BYTES = 4 * (_BINS * _LANES + 2 * MAX_CLUSTER * _BINS + _BINS + _PAIRS + 4)
 """sizeof(TopkShared); the kept keys come after it."""
 
-LIST_SHARED_BYTES = 4 * (_BINS * 8 + _BINS + 2 * 16 + 2 * MAX_CLUSTER + 4)
-"""At least sizeof(ListShared); lists and maps come after it."""
+LIST_SHARED_BYTES = 4 * (_BINS * 8 + _BINS + 2 * _LANES + 2 * MAX_CLUSTER + 4)
+"""sizeof(ListShared); lists and maps come after it."""
+
+BY_LISTS = True
+"""Whether rows go the common way of topk.cu first; the sure way alone is exact too."""
 
 _LONG_ROW = 2**17  # scores; longer rows are sampled twice as densely
 _WHOLE_ROW = 8192  # scores; rows up to here are listed without a bound
@@ -57,8 +60,8 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     cluster = cluster_size(rows, width, sms)
     chunk, cached, shared_bytes = part_of_row(width, cluster)
-    samples = 2048 if width <= _LONG_ROW else 4096
-    listed, list_bytes = list_of_row(width, chunk, k, samples)
+    samples = samples_of(width)
+    listed, list_bytes = list_of_row(width, chunk, k, samples) if BY_LISTS else (0, 0)
     shared_bytes = max(shared_bytes, list_bytes)
     arguments = TopkArguments(
         pointer(scores), pointer(context_lens), pointer(positions), pointer(kth),
@@ -76,6 +79,11 @@ def cluster_size(rows: int, width: int, sms: int) -> int:
     while size > 1 and (rows * size > sms or width < size * _SCORES_PER_BLOCK):
         size //= 2
     return size
+
+
+def samples_of(width: int) -> int:
+    """Scores of a row that its bound is guessed from."""
+    return 2048 if width <= _LONG_ROW else 4096
 
 
 def list_of_row(width: int, chunk: int, k: int, samples: int) -> tuple[int, int]:
