@@ -42,6 +42,8 @@ def test_every_op_has_the_protocols_signature(name: str, device: torch.device) -
         "name",
         "token_tile",
         "fused",
+        "decode_mla",
+        "scheduled_scores",
     }
     assert declared == set(OPS)
     for op in OPS:

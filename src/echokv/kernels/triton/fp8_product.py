@@ -41,6 +41,7 @@ class Groups:
 
     pairs: Tensor  # [blocks * rows of a tile] int32: row of the output; past the last for padding
     experts: Tensor  # [blocks] int32; -1 for a block that is not needed
+    places: Tensor  # [R] int32: where in `pairs` each row is
 
 
 def product(
@@ -143,7 +144,7 @@ def _dot(a, b):
 
 
 @triton.jit
-def _in_e4m3(x, FP8_LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
+def in_e4m3(x, FP8_LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
     """[R, 128] -> its e4m3 codes and [R] scales, as `reference.quantise_activations`."""
     x = x.to(tl.float32)
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), SMALLEST)
@@ -170,7 +171,7 @@ def _quantise(
     column = block * BLOCK + tl.arange(0, BLOCK)
     at = row.to(tl.int64)[:, None] * width + column[None, :]
     valid = row < rows
-    codes, scale = _in_e4m3(tl.load(x + at, mask=valid[:, None], other=0.0), FP8_LIMIT, SMALLEST)
+    codes, scale = in_e4m3(tl.load(x + at, mask=valid[:, None], other=0.0), FP8_LIMIT, SMALLEST)
     tl.store(values + at, codes, mask=valid[:, None])
     tl.store(scales + block.to(tl.int64) * stride + row, scale, mask=valid)
 
@@ -232,41 +233,39 @@ def _fp8_product(
     else:
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = acc
-    # Scales come from memory too: fetched two blocks ahead, as the weights are.
-    k = tl.program_id(2) * steps
+    # A block's scales are fetched one block ahead. (Not two: Triton pipelines no loop that hands a
+    # value on for more than one turn.)
+    first = tl.program_id(2) * steps
     last = num_blocks - 1
-    scale, scale_after = tl.load(s_at + k), tl.load(s_at + tl.minimum(k + 1, last))
-    up_scale, up_scale_after = scale, scale_after
+    next_scale = tl.load(s_at + first)
     if GATED:
-        up_scale, up_scale_after = tl.load(up_s_at + k), tl.load(up_s_at + tl.minimum(k + 1, last))
-    x_s_at = x_scales + x_row
+        next_up_scale = tl.load(up_s_at + first)
     if QUANTISED:
-        x_scale_next = tl.load(x_s_at + k * scale_stride, mask=row_ok, other=0.0)
-    for _ in range(STEPS if INTERPRETED else steps):  # the interpreter needs a Python number
+        next_x_scale = tl.load(x_scales + x_row + first * scale_stride, mask=row_ok, other=0.0)
+    for i in range(STEPS if INTERPRETED else steps):  # the interpreter needs a Python number
+        k = first + i
+        ahead = tl.minimum(k + 1, last)
         x_part = tl.load(x_at + k * BLOCK, mask=row_ok[:, None], other=0.0)
         if QUANTISED:
-            x_scale = x_scale_next
-            next_at = x_s_at + tl.minimum(k + 1, last) * scale_stride
-            x_scale_next = tl.load(next_at, mask=row_ok, other=0.0)
+            x_scale = next_x_scale
+            next_x_scale = tl.load(x_scales + x_row + ahead * scale_stride, mask=row_ok, other=0.0)
         else:
-            x_part, x_scale = _in_e4m3(x_part, FP8_LIMIT, SMALLEST)
+            x_part, x_scale = in_e4m3(x_part, FP8_LIMIT, SMALLEST)
         w_part = tl.load(w_at + k * BLOCK, mask=column_ok[:, None], other=0.0)
-        factor = x_scale * scale
-        ahead = tl.minimum(k + 2, last)
-        scale, scale_after = scale_after, tl.load(s_at + ahead)
+        factor = x_scale * next_scale
+        next_scale = tl.load(s_at + ahead)
         if SWAPPED:
             acc += _dot(w_part, tl.trans(x_part)) * factor[None, :]
         else:
             acc += _dot(x_part, tl.trans(w_part)) * factor[:, None]
         if GATED:
             w_part = tl.load(up_at + k * BLOCK, mask=column_ok[:, None], other=0.0)
-            factor = x_scale * up_scale
-            up_scale, up_scale_after = up_scale_after, tl.load(up_s_at + ahead)
+            factor = x_scale * next_up_scale
+            next_up_scale = tl.load(up_s_at + ahead)
             if SWAPPED:
                 up += _dot(w_part, tl.trans(x_part)) * factor[None, :]
             else:
                 up += _dot(x_part, tl.trans(w_part)) * factor[:, None]
-        k += 1
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     if SWAPPED:
