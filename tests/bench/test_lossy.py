@@ -33,6 +33,9 @@ class Spy:
         self.lossy, self.exact, self.topk = lossy, exact, lossy.topk
         self.calls: list[tuple[int, int, Tensor, Tensor, Selection, Selection]] = []
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        self.lossy.begin_pass(batch)
+
     def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         self.lossy.append(index_layer, keys, batch)
 

@@ -60,7 +60,7 @@ class KVCache(Protocol):
         ...
 
     def end_step(self) -> None:
-        """Let the current stream wait for what `end_layer` has begun; a captured step must."""
+        """Let the current stream wait for all that runs beside it; a captured step must."""
         ...
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
@@ -124,10 +124,6 @@ class KVCache(Protocol):
         Raises:
             CapacityError: max_distinct exceeds the device pool.
         """
-        ...
-
-    def end_step(self) -> None:
-        """Let the current stream wait for what runs beside it; a captured step must."""
         ...
 
     def rows(self, layer: int) -> Tensor:

@@ -46,7 +46,7 @@ class ResidentCache:
         """Nobody leaves, so nothing is to be prepared."""
 
     def end_step(self) -> None:
-        """Nothing was begun."""
+        """Nothing runs beside the current stream."""
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
         """Write new rows; all of them stay, whatever `keep` says."""
@@ -76,9 +76,6 @@ class ResidentCache:
         max_distinct: int | None = None,
     ) -> None:
         """Nothing is ever missing."""
-
-    def end_step(self) -> None:
-        """Nothing runs beside the current stream."""
 
     def rows(self, layer: int) -> Tensor:
         """See `KVCache`."""

@@ -18,7 +18,7 @@ from echokv.cache.protocol import KVCache
 from echokv.cache.resident import ResidentCache
 from echokv.config import EngineConfig, ModelConfig
 from echokv.engine.graph import DecodeGraphs
-from echokv.engine.resolve import resolve
+from echokv.engine.resolve import fp8_refusal, resolve
 from echokv.engine.runner import ModelRunner
 from echokv.engine.sampler import Sampler
 from echokv.engine.scheduler import SchedulerLimits
@@ -26,6 +26,7 @@ from echokv.engine.tokenizer import Tokenizer
 from echokv.indexer.indexer import Indexer, TokenSelector
 from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
+from echokv.kernels.libraries import LibraryRequest
 from echokv.kernels.prefetch_args import BUDGET_UNIT
 from echokv.kernels.registry import Kernels, load_kernels
 from echokv.log import get_logger
@@ -35,7 +36,9 @@ from echokv.memory.host_memory import HostMemory
 from echokv.memory.plan import make_plan
 from echokv.memory.pools import DevicePool, HostPool, IndexKeyPool
 from echokv.models.deepseek_v32 import DeepseekV32
+from echokv.models.matrices import Matrices
 from echokv.models.registry import load_model, weight_bytes
+from echokv.models.weights import fp8_weights
 
 logger = get_logger(__name__)
 
@@ -92,7 +95,7 @@ def plan_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, BytePl
         config,
         _row_format(config, model_config),
         _index_key_format(config, model_config),
-        weight_bytes=weight_bytes(model_config, getattr(torch, config.dtype)),
+        weight_bytes=weight_bytes(model_config, _matrices(config, model_config)),
         device_bytes=torch.cuda.mem_get_info()[0] if config.device == "cuda" else None,
         host_bytes=HostMemory.read().usable,
     )
@@ -117,13 +120,12 @@ def build_engine_parts(
     on_phase("planning memory")
     model_name = config.served_model_name or Path(config.model).resolve().name
     config, model_config, plan = plan_engine(config)
-    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    kernels = load_kernels(config.backend, device)
+    device = torch.device(config.device)
+    kernels = load_kernels(config.backend, device, _libraries(config, model_config))
     tokenizer = Tokenizer.from_dir(config.model)
     on_phase("loading weights")
-    model = load_model(
-        config.model, model_config, dtype=dtype, device=device, token_tile=kernels.token_tile
-    )
+    matrices = _matrices(config, model_config, kernels)
+    model = load_model(config.model, model_config, matrices, device)
     plan.verify({"weights": sum(weight.nbytes for weight in model.parameters())})
     on_phase("allocating the pools")
     row_format = _row_format(config, model_config)
@@ -175,6 +177,44 @@ def build_engine_parts(
         ),
         host_pool=host_pool,
         predictions=None if prefetcher is None else prefetcher.predictions,
+    )
+
+
+def _libraries(config: EngineConfig, model: ModelConfig) -> LibraryRequest:
+    """What the libraries' kernels would have to serve."""
+    has_fp8 = model.quant_block_size is not None and fp8_refusal(config, model) is None
+    return LibraryRequest(
+        attention=config.attention_kernel,
+        gemm=config.gemm_kernel,
+        indexer=config.indexer_kernel,
+        row_format=_row_format(config, model),
+        index_key_format=_index_key_format(config, model),
+        num_heads=model.num_attention_heads,
+        index_heads=model.index_n_heads,
+        dtype=getattr(torch, config.dtype),
+        fp8_weights=has_fp8,
+    )
+
+
+def _matrices(config: EngineConfig, model: ModelConfig, kernels: Kernels | None = None) -> Matrices:
+    """How the checkpoint's matrices are kept; without kernels for counting only."""
+    dtype = getattr(torch, config.dtype)
+    tile = None if kernels is None else kernels.token_tile
+    if model.quant_block_size is None:
+        return Matrices(dtype=dtype, token_tile=tile)
+    refusal = fp8_refusal(config, model)
+    if kernels is not None:
+        state = "kept as stored" if refusal is None else f"converted to {config.dtype}: {refusal}"
+        logger.info("block-fp8 weights: %s", state)
+    if refusal is not None:
+        return Matrices(dtype=dtype, token_tile=tile)
+    stored = fp8_weights(config.model)
+    return Matrices(
+        dtype=dtype,
+        token_tile=tile,
+        keep_fp8=True,
+        kernels=kernels,
+        is_fp8=stored.__contains__,
     )
 
 

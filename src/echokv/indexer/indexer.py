@@ -6,7 +6,7 @@ matter.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class TokenSelector(Protocol):
 
     topk: int  # entries of a selection
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """See `Indexer`."""
+        ...
+
     def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         """See `Indexer`."""
         ...
@@ -81,11 +85,26 @@ class Indexer:
         self._pages = pages
         self._fmt = fmt
         self._prefetcher = prefetcher
+        self._schedules: list[Any] = []
         self.topk = topk
 
     def with_topk(self, topk: int) -> "Indexer":
         """An indexer over the same keys that selects another number of tokens."""
         return Indexer(self._kernels, self._pages, self._fmt, topk)
+
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """Prepare what the scores of all layers share; called before the first layer of a pass."""
+        scores = self._kernels.scheduled_scores
+        if scores is not None:
+            self._schedules = [
+                scores.schedule(
+                    batch.block_tables,
+                    batch.request_rows[rows],
+                    batch.context_lens[rows],
+                    batch.max_context_len,
+                )
+                for rows in self._pieces(batch)
+            ]
 
     def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         """Store the keys of this pass's tokens; padding is skipped.
@@ -108,18 +127,12 @@ class Indexer:
             weights: [T, H] float32, times H^-0.5 already.
             batch: the pass; its keys must have been appended.
         """
-        step = rows_per_score_piece(batch.max_context_len)
-        beside = self._prefetcher
-        if beside is not None and beside.recalls_blocks(batch):
-            step = min(step, QUERY_BLOCK)
-        else:
-            beside = None
+        blocks = self._recalled_in_blocks(batch)
         pieces: list[Selection] = []
-        for start in range(0, batch.num_tokens, step):
-            if beside is not None and pieces:
-                beside.recall_block(index_layer, pieces[-1].host_slots, pieces[-1].scores, batch)
-            rows = slice(start, start + step)
-            pieces.append(self._select_rows(index_layer, query, weights, batch, rows))
+        for number, rows in enumerate(self._pieces(batch)):
+            if blocks is not None and pieces:
+                blocks.recall_block(index_layer, pieces[-1].host_slots, pieces[-1].scores, batch)
+            pieces.append(self._select_rows(index_layer, query, weights, batch, number, rows))
         if len(pieces) == 1:
             return pieces[0]
         return Selection(
@@ -129,25 +142,44 @@ class Indexer:
             kth_scores=torch.cat([piece.kth_scores for piece in pieces]),
         )
 
+    def _recalled_in_blocks(self, batch: ForwardBatch) -> Prefetcher | None:
+        """Who recalls the blocks of a prefill pass, where they are."""
+        prefetcher = self._prefetcher
+        return prefetcher if prefetcher is not None and prefetcher.recalls_blocks(batch) else None
+
+    def _pieces(self, batch: ForwardBatch) -> list[slice]:
+        """The rows of a pass, cut so that the scores of each piece fit their bound."""
+        step = rows_per_score_piece(batch.max_context_len)
+        if self._recalled_in_blocks(batch) is not None:
+            step = min(step, QUERY_BLOCK)
+        return [slice(start, start + step) for start in range(0, batch.num_tokens, step)]
+
     def _select_rows(
         self,
         index_layer: int,
         query: Tensor,
         weights: Tensor,
         batch: ForwardBatch,
+        piece: int,
         rows: slice,
     ) -> Selection:
         request_rows, context_lens = batch.request_rows[rows], batch.context_lens[rows]
-        scores = self._kernels.index_scores(
-            query[rows],
-            weights[rows],
-            self._pages[index_layer],
-            self._fmt,
-            batch.block_tables,
-            request_rows,
-            context_lens,
-            batch.max_context_len,
-        )  # [t, W]
+        scheduled = self._kernels.scheduled_scores
+        keys = (self._pages[index_layer], self._fmt)
+        if scheduled is not None:
+            scores = scheduled.index_scores(
+                query[rows], weights[rows], *keys, self._schedules[piece]
+            )
+        else:
+            scores = self._kernels.index_scores(
+                query[rows],
+                weights[rows],
+                *keys,
+                batch.block_tables,
+                request_rows,
+                context_lens,
+                batch.max_context_len,
+            )  # [t, W]
         prefetcher = self._prefetcher if scores.shape[0] == batch.num_tokens else None
         if prefetcher is not None and prefetcher.rows_per_request(batch):
             prefetcher.start(index_layer, scores, batch)
