@@ -17,7 +17,7 @@ from echokv.cache.policy import EvictionPolicy
 from echokv.cache.protocol import KVCache
 from echokv.cache.resident import ResidentCache
 from echokv.config import EngineConfig, ModelConfig
-from echokv.engine.graph import DecodeGraphs
+from echokv.engine.graph import DecodeGraphs, GraphShapes
 from echokv.engine.resolve import resolve
 from echokv.engine.runner import ModelRunner
 from echokv.engine.scheduler import SchedulerLimits
@@ -44,6 +44,8 @@ class EngineHooks:
     on_release: Callable[[list[int]], None] | None = None  # host blocks that layers must forget
     selector: Callable[[DeepseekV32, Indexer], TokenSelector] | None = None  # wraps the indexer
     policy: Callable[[Kernels], EvictionPolicy] | None = None  # None: the product's
+    model: DeepseekV32 | None = None  # ready on its device: neither planned nor loaded
+    graph_shapes: GraphShapes | None = None  # decode steps to capture; None: the product's
 
 
 NO_HOOKS = EngineHooks()
@@ -72,8 +74,14 @@ class EngineParts:
             self.host_pool.close()
 
 
-def plan_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, BytePlan]:
+def plan_engine(
+    config: EngineConfig, *, weights_loaded: bool = False
+) -> tuple[EngineConfig, ModelConfig, BytePlan]:
     """Decide everything without loading anything: the resolved config, the model's, the budget.
+
+    Args:
+        config: what the user chose.
+        weights_loaded: the weights are on the device already and take no room from now on.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: it can't be started as asked.
@@ -85,7 +93,9 @@ def plan_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, BytePl
         config,
         _row_format(config, model_config),
         _index_key_format(config, model_config),
-        weight_bytes=weight_bytes(model_config, getattr(torch, config.dtype)),
+        weight_bytes=0
+        if weights_loaded
+        else weight_bytes(model_config, getattr(torch, config.dtype)),
         device_bytes=torch.cuda.mem_get_info()[0] if config.device == "cuda" else None,
         host_bytes=HostMemory.read().usable,
     )
@@ -109,15 +119,17 @@ def build_engine_parts(
     """
     on_phase("planning memory")
     model_name = config.served_model_name or Path(config.model).resolve().name
-    config, model_config, plan = plan_engine(config)
+    config, model_config, plan = plan_engine(config, weights_loaded=hooks.model is not None)
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     kernels = load_kernels(config.backend, device)
     tokenizer = Tokenizer.from_dir(config.model)
-    on_phase("loading weights")
-    model = load_model(
-        config.model, model_config, dtype=dtype, device=device, token_tile=kernels.token_tile
-    )
-    plan.verify({"weights": sum(weight.nbytes for weight in model.parameters())})
+    model = hooks.model
+    if model is None:
+        on_phase("loading weights")
+        model = load_model(
+            config.model, model_config, dtype=dtype, device=device, token_tile=kernels.token_tile
+        )
+        plan.verify({"weights": sum(weight.nbytes for weight in model.parameters())})
     on_phase("allocating the pools")
     row_format = _row_format(config, model_config)
     host_pool, cache = _cache(config, model_config, plan, row_format, kernels, device, hooks)
@@ -130,7 +142,7 @@ def build_engine_parts(
         ),
         hooks.observer,
     )
-    graphs = _graphs(config, plan, model, context, on_phase)
+    graphs = _graphs(config, plan, model, context, hooks.graph_shapes, on_phase)
     logger.info(
         "%s on %s: %s, kv cache %s, index keys %s, %s kernels, %s",
         *(model_name, config.device, config.dtype, row_format.name, config.index_key_dtype),
@@ -196,6 +208,7 @@ def _graphs(
     plan: BytePlan,
     model: DeepseekV32,
     context: ForwardContext,
+    shapes: GraphShapes | None,
     on_phase: Callable[[str], None],
 ) -> DecodeGraphs | None:
     """Captured decode steps, or None with the reason in the log."""
@@ -216,6 +229,7 @@ def _graphs(
         max_requests=plan.max_running,
         max_model_len=plan.max_model_len,
         device=torch.device(config.device),
+        shapes=shapes,
     )
 
 

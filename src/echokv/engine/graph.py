@@ -6,6 +6,7 @@ nothing and write nothing, but cost what a row costs, so sizes are spaced closel
 """
 
 import bisect
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from echokv.models.deepseek_v32 import DeepseekV32
 
 SMALLEST_CONTEXT = 8192
 """Tokens; below it a tighter bound on the score width saves nothing that can be measured."""
+
+GraphShapes = tuple[Sequence[int], Sequence[int]]
+"""Batch sizes and bounds on the context length, both ascending; every pair is captured."""
 
 _COLUMNS = ("positions", "context_lens", "host_slots")
 
@@ -92,6 +96,8 @@ class DecodeGraphs:
         max_requests: most requests of a step.
         max_model_len: longest context, tokens.
         device: a CUDA device.
+        shapes: what to capture instead of `batch_sizes` by `context_bounds`; the last bound must
+            be max_model_len.
     """
 
     def __init__(
@@ -102,20 +108,22 @@ class DecodeGraphs:
         max_requests: int,
         max_model_len: int,
         device: torch.device,
+        shapes: GraphShapes | None = None,
     ) -> None:
         assert context.observer is None, "an observer doesn't see what a graph selects"
         self._model = model
         self._context = context
-        self._sizes = batch_sizes(max_requests)
-        self._contexts = context_bounds(max_model_len)
-        self._inputs = DecodeInputs(max_requests, max_model_len, device)
+        default = (batch_sizes(max_requests), context_bounds(max_model_len))
+        self._sizes, self._contexts = shapes or default
+        assert self._contexts[-1] == max_model_len, "a context would be longer than any bound"
+        self._inputs = DecodeInputs(self._sizes[-1], max_model_len, device)
         self._pool = torch.cuda.graph_pool_handle()
-        shapes = [(size, bound) for size in self._sizes for bound in self._contexts]
+        pairs = [(size, bound) for size in self._sizes for bound in self._contexts]
         self._graphs = {
             shape: self._capture(*shape)
             # The largest first: the others then fit into the memory that it took.
             for shape in progress(
-                reversed(shapes), total=len(shapes), what="capturing graphs", unit="graph"
+                reversed(pairs), total=len(pairs), what="capturing graphs", unit="graph"
             )
         }
 

@@ -73,6 +73,11 @@ class Indexer:
         self._fmt = fmt
         self.topk = topk
 
+    @property
+    def pages(self) -> Tensor:
+        """[L_index, n_pages, page_bytes] uint8: the keys; for tools that fill or inspect them."""
+        return self._pages
+
     def with_topk(self, topk: int) -> "Indexer":
         """An indexer over the same keys that selects another number of tokens."""
         return Indexer(self._kernels, self._pages, self._fmt, topk)

@@ -1,0 +1,311 @@
+"""`echokv bench decode`: decoding at full model shapes, without a checkpoint or a prefill."""
+
+import argparse
+import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from echokv.config import EngineConfig
+from echokv.errors import ConfigError, EchoKVError
+
+if TYPE_CHECKING:
+    from echokv.bench.decode_engine import DecodeEngine, LoadedModel, PoolSizes
+    from echokv.bench.decode_replay import SelectionSource
+
+
+def add_parser(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `decode`."""
+    parser = benchmarks.add_parser(
+        "decode",
+        help="decode steps of a full-size model: random weights, prefilled pools",
+        description="Put requests of given context lengths straight into the decode state of an"
+        " engine with random weights, and time its steps; or, with --all-at-once, its throughput."
+        " --compare runs with and without offload in turns.",
+        allow_abbrev=False,
+    )
+    _add_model(parser.add_argument_group("model"))
+    _add_load(parser.add_argument_group("load"))
+    _add_pools(parser.add_argument_group("pools"))
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--steps", type=int, default=20, help="timed steps a round (%(default)s)")
+    group.add_argument(
+        "--rounds", type=int, default=3, help="turns of each variant (default: %(default)s)"
+    )
+    group.add_argument(
+        "--warmup-steps", type=int, default=5, help="untimed steps before (default: %(default)s)"
+    )
+    group.add_argument(
+        "--profile",
+        type=int,
+        metavar="N",
+        help="also list the N kernels that take most of a step's time on the GPU",
+    )
+    group.add_argument("--output-json", type=Path, metavar="PATH", help="write the result here")
+    parser.set_defaults(run=run)
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--preset",
+        default="deepseek-v3.2-dp8-slice",
+        help="shapes of the model: deepseek-v3.2-dp8-slice (one GPU of eight: 61 layers, 32 of 256"
+        " experts) or small (default: %(default)s)",
+    )
+    group.add_argument("--num-layers", type=int, help="decoder layers (default: the preset's)")
+    group.add_argument(
+        "--dense-layers", type=int, help="leading layers without experts (default: the preset's)"
+    )
+    group.add_argument(
+        "--num-experts", type=int, help="routed experts a layer (default: the preset's)"
+    )
+    for flag, what in (
+        ("--backend", "kernels: auto, reference, triton or cuda"),
+        ("--device", "auto, cpu or cuda"),
+        ("--dtype", "of the computation: auto, float32 or bfloat16"),
+        ("--kv-cache-dtype", "row format: auto, float32, bfloat16 or fp8_ds_mla"),
+        ("--index-key-dtype", "of the indexer's keys: auto, float32, bfloat16 or fp8"),
+    ):
+        group.add_argument(flag, default="auto", help=f"{what} (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="of weights, rows and keys")
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--batch", type=int, default=1, help="requests running at once (default: %(default)s)"
+    )
+    group.add_argument(
+        "--context-len",
+        default="32768",
+        metavar="N|N-N",
+        help="computed tokens of each request, or a range to draw from (default: %(default)s)",
+    )
+    group.add_argument(
+        "--all-at-once",
+        action="store_true",
+        help="throughput: queue --num-requests at once and decode --output-len tokens of each",
+    )
+    group.add_argument(
+        "--num-requests", type=int, help="of --all-at-once (default: as many as run at once)"
+    )
+    group.add_argument(
+        "--output-len",
+        type=int,
+        default=256,
+        help="tokens that each request of --all-at-once decodes (default: %(default)s)",
+    )
+    group.add_argument(
+        "--hit-rate",
+        metavar="RATE|paper",
+        help="replay generated selections of which this share was selected the step before; paper:"
+        " 0.97 to 0.99, in one layer 0.95, in one 0.88 (default: the real indexer's selections)",
+    )
+
+
+def _add_pools(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--device-pool-tokens",
+        type=int,
+        help="KV rows on the device, tokens a layer (default: 4 selections a request; without"
+        " offload, every token)",
+    )
+    group.add_argument(
+        "--host-pool-tokens", type=int, help="host pool, tokens (default: what the requests need)"
+    )
+    group.add_argument(
+        "--kv-hbm-gb",
+        type=float,
+        metavar="GB",
+        help="size pools and batch by the HBM for rows, index keys and metadata, in 10^9 bytes,"
+        " instead of by --batch",
+    )
+    group.add_argument(
+        "--no-offload", action="store_true", help="keep every row on the device, no host pool"
+    )
+    group.add_argument(
+        "--compare", action="store_true", help="run with and without offload, in turns"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure."""
+    from rich.console import Console
+
+    from echokv.bench import decode_report, report
+    from echokv.bench.decode_engine import LoadedModel
+    from echokv.bench.decode_preset import preset_config
+
+    _check(args)
+    raw = preset_config(
+        args.preset,
+        num_layers=args.num_layers,
+        dense_layers=args.dense_layers,
+        num_experts=args.num_experts,
+    )
+    with TemporaryDirectory(prefix="echokv-decode-") as folder:
+        loaded = LoadedModel.make(raw, Path(folder), _base_config(args, folder))
+        if args.profile and loaded.device.type != "cuda":
+            raise ConfigError(f"--profile lists GPU kernels, this run is on {loaded.device.type}")
+        variants = _all_at_once(args, loaded) if args.all_at_once else _steps(args, loaded)
+    result: dict[str, Any] = {
+        **decode_report.run_figures(loaded, args.preset),
+        "mode": "throughput" if args.all_at_once else "steps",
+        "variants": variants,
+        "ratio": decode_report.ratios(variants),
+    }
+    decode_report.render(result, Console())
+    if args.output_json:
+        report.write_json(args.output_json, result)
+        print(f"wrote {args.output_json}")
+    return 0
+
+
+def _base_config(args: argparse.Namespace, folder: str) -> EngineConfig:
+    return EngineConfig(
+        model=folder,
+        backend=args.backend,
+        device=args.device,
+        dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
+        index_key_dtype=args.index_key_dtype,
+        seed=args.seed,
+        max_waiting_requests=2**20,
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    for flag in ("batch", "steps", "rounds", "output_len"):
+        if getattr(args, flag) < 1:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}"
+            )
+    if args.compare and args.no_offload:
+        raise ConfigError("--compare runs both ways: leave --no-offload out")
+    if args.num_requests is not None and not args.all_at_once:
+        raise ConfigError("--num-requests is for --all-at-once; --batch requests run otherwise")
+
+
+def _context_range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    try:
+        span = int(low), int(high or low)
+    except ValueError as error:
+        raise ConfigError(f"--context-len must be N or N-N, got {text!r}") from error
+    if not 1 <= span[0] <= span[1]:
+        raise ConfigError(f"--context-len {text!r}: lengths must be at least 1 and ascend")
+    return span
+
+
+def _context_lens(text: str, count: int) -> list[int]:
+    low, high = _context_range(text)
+    lengths = random.Random(0)
+    return [lengths.randint(low, high) for _ in range(count)]
+
+
+def _source(args: argparse.Namespace, loaded: "LoadedModel") -> "SelectionSource | None":
+    from echokv.bench.decode_replay import Turnover, hit_rates, turnover_rows
+
+    if args.hit_rate is None:
+        return None
+    config = loaded.config
+    rates = hit_rates(args.hit_rate, len(config.index_layers))
+    return Turnover(turnover_rows(rates, config.index_topk), config.index_topk, loaded.device)
+
+
+def _ways(args: argparse.Namespace) -> list[bool]:
+    """Offload or not, of each variant."""
+    return [True, False] if args.compare else [not args.no_offload]
+
+
+def _sizes(
+    args: argparse.Namespace, loaded: "LoadedModel", *, offload: bool, longest: int
+) -> "PoolSizes":
+    from echokv.bench.decode_sizes import TokenBytes, sizes_for_batch, sizes_for_bytes
+
+    if args.kv_hbm_gb is not None:
+        return sizes_for_bytes(
+            loaded.config,
+            TokenBytes.of(loaded.config, loaded.row_format, loaded.index_key_format),
+            offload=offload,
+            hbm_bytes=int(args.kv_hbm_gb * 1e9),
+            longest=longest,
+            max_host_tokens=args.host_pool_tokens,
+        )
+    sized_here = offload or not args.compare  # a comparison's flag is the offloaded side's
+    return sizes_for_batch(
+        loaded.config,
+        offload=offload,
+        batch=args.batch,
+        longest=longest,
+        device_tokens=args.device_pool_tokens if sized_here else None,
+        host_tokens=args.host_pool_tokens,
+    )
+
+
+def _steps(args: argparse.Namespace, loaded: "LoadedModel") -> dict[str, dict[str, Any]]:
+    from echokv.bench import decode_report
+    from echokv.bench.decode import MAX_FILL_STEPS, measure_steps
+    from echokv.bench.decode_engine import DecodeEngine
+
+    room = MAX_FILL_STEPS + args.warmup_steps + args.rounds * (args.steps + 1) + 2
+    longest = _context_range(args.context_len)[1] + room
+    engines = [
+        DecodeEngine(
+            loaded, _sizes(args, loaded, offload=way, longest=longest), _source(args, loaded)
+        )
+        for way in _ways(args)
+    ]
+    timers = measure_steps(
+        engines,
+        _context_lens(args.context_len, engines[0].sizes.batch),
+        steps=args.steps,
+        rounds=args.rounds,
+        warmup_steps=args.warmup_steps,
+    )
+    variants = {
+        decode_report.name_of(timer.decode.sizes): decode_report.variant_figures(timer.decode)
+        | decode_report.step_figures(timer)
+        for timer in timers
+    }
+    if args.profile:
+        for timer in timers:
+            _print_profile(timer.decode, timer.device_step, args.profile)
+    for decode in engines:
+        decode.close()
+    if len({str(sorted(timer.tokens.items())) for timer in timers}) > 1:
+        raise EchoKVError(
+            "the offloaded engine decoded other tokens than the resident one: its times mean nothing"
+        )
+    return variants
+
+
+def _all_at_once(args: argparse.Namespace, loaded: "LoadedModel") -> dict[str, dict[str, Any]]:
+    from echokv.bench import decode_report
+    from echokv.bench.decode import run_all
+    from echokv.bench.decode_engine import DecodeEngine
+
+    longest = _context_range(args.context_len)[1] + args.output_len
+    variants = {}
+    for way in _ways(args):
+        sizes = _sizes(args, loaded, offload=way, longest=longest)
+        decode = DecodeEngine(loaded, sizes, _source(args, loaded))
+        lengths = _context_lens(args.context_len, args.num_requests or sizes.batch)
+        figures = run_all(decode, lengths, args.output_len)
+        variants[decode_report.name_of(sizes)] = decode_report.variant_figures(decode) | figures
+        decode.close()
+    return variants
+
+
+def _print_profile(decode: "DecodeEngine", run: Any, count: int) -> None:
+    from echokv.bench.decode import name_of
+    from echokv.bench.decode_step import kernel_times
+
+    steps = 5
+    times = kernel_times(run, steps)
+    total = sum(us for _, us, _ in times)
+    launches = sum(number for _, _, number in times)
+    print(f"{name_of(decode.sizes)}: {total:.0f} us and {launches:.0f} kernels a step on the GPU")
+    for name, us, number in times[:count]:
+        print(f"{us:9.1f} us {number:7.1f} x {us / number:7.2f} us  {name[:100]}")
+
+
