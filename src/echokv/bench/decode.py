@@ -7,6 +7,7 @@ one run, so that a warm or a throttled GPU meets all of them alike.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def _time_each(run: Callable[[], None], steps: int, device: torch.device) -> lis
         run()
         event.record()
     torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)]
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
 
 
 def measure_steps(

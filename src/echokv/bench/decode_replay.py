@@ -41,6 +41,11 @@ class SelectionSource(Protocol):
         ...
 
 
+def salt_of(requests: Tensor) -> Tensor:
+    """[T] int32 in [0, 2**15): spreads the numbers that tell requests apart."""
+    return ((requests.long() * _MIXER) >> 8 & 0x7FFF).int()
+
+
 class Turnover:
     """Each step replaces a share of each request's selected rows by others of its context.
 
@@ -81,7 +86,7 @@ class Turnover:
     def positions(self, steps: Tensor, context_lens: Tensor, requests: Tensor) -> Tensor:
         """See `SelectionSource`."""
         width = (context_lens // self._topk).clamp(min=1)[:, None]  # [T, 1]
-        salt = ((requests.long() * _MIXER) >> 8 & 0x7FFF).int()[:, None]
+        salt = salt_of(requests)[:, None]
         # How often each bin has moved: once every topk / rows steps.
         turn = steps[:, None] * self._rows + salt  # [L, T, 1]
         moves = (turn + self._turns[:, None]) // self._topk  # [L, T, k]

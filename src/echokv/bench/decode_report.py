@@ -65,7 +65,7 @@ def ratios(variants: dict[str, dict[str, Any]]) -> dict[str, float]:
     if {"offloaded", "resident"} - variants.keys():
         return {}
     offloaded, resident = variants["offloaded"], variants["resident"]
-    found = {}
+    found: dict[str, float] = {}
     for key in ("step_ms", "device_step_ms"):
         if key in offloaded:
             found[key] = offloaded[key]["median"] / resident[key]["median"]

@@ -100,6 +100,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="replay generated selections of which this share was selected the step before; paper:"
         " 0.97 to 0.99, in one layer 0.95, in one 0.88 (default: the real indexer's selections)",
     )
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="PATH",
+        help="replay the decoding steps of this trace (bench trace record) instead",
+    )
 
 
 def _add_pools(group: argparse._ArgumentGroup) -> None:
@@ -181,6 +187,8 @@ def _check(args: argparse.Namespace) -> None:
             )
     if args.compare and args.no_offload:
         raise ConfigError("--compare runs both ways: leave --no-offload out")
+    if args.hit_rate is not None and args.trace is not None:
+        raise ConfigError("--hit-rate and --trace both say what to select: leave one out")
     if args.num_requests is not None and not args.all_at_once:
         raise ConfigError("--num-requests is for --all-at-once; --batch requests run otherwise")
 
@@ -204,10 +212,20 @@ def _context_lens(text: str, count: int) -> list[int]:
 
 def _source(args: argparse.Namespace, loaded: "LoadedModel") -> "SelectionSource | None":
     from echokv.bench.decode_replay import Turnover, hit_rates, turnover_rows
+    from echokv.bench.decode_trace import TraceReplay
 
+    config = loaded.config
+    if args.trace is not None:
+        shortest = _context_range(args.context_len)[0]
+        trace = TraceReplay(args.trace, config.index_topk, len(config.index_layers), loaded.device)
+        if shortest < trace.least_context:
+            raise ConfigError(
+                f"--trace {args.trace} selects among {trace.least_context} tokens,"
+                f" --context-len is {args.context_len}"
+            )
+        return trace
     if args.hit_rate is None:
         return None
-    config = loaded.config
     rates = hit_rates(args.hit_rate, len(config.index_layers))
     return Turnover(turnover_rows(rates, config.index_topk), config.index_topk, loaded.device)
 
@@ -274,7 +292,7 @@ def _steps(args: argparse.Namespace, loaded: "LoadedModel") -> dict[str, dict[st
         decode.close()
     if len({str(sorted(timer.tokens.items())) for timer in timers}) > 1:
         raise EchoKVError(
-            "the offloaded engine decoded other tokens than the resident one: its times mean nothing"
+            "the offloaded engine decoded other tokens than the resident one: no time of it counts"
         )
     return variants
 
@@ -307,5 +325,3 @@ def _print_profile(decode: "DecodeEngine", run: Any, count: int) -> None:
     print(f"{name_of(decode.sizes)}: {total:.0f} us and {launches:.0f} kernels a step on the GPU")
     for name, us, number in times[:count]:
         print(f"{us:9.1f} us {number:7.1f} x {us / number:7.2f} us  {name[:100]}")
-
-

@@ -36,6 +36,14 @@ OPS = {
     "release": "release",
     "tick": "tick",
     "score_priorities": "priorities",
+    "rms_norm": "norms",
+    "add_rms_norm": "norms",
+    "mla_latents": "latents",
+    "index_key_rows": "latents",
+    "rotate": "rotary",
+    "silu_mul": "gating",
+    "route": "route",
+    "name_rows": "name_rows",
 }
 """Op -> the module that holds it, under the same name in every backend's folder."""
 
@@ -232,6 +240,57 @@ class Kernels(Protocol):
     def score_priorities(
         self, clock: Tensor, scores: Tensor, host_slots: Tensor, priorities: Tensor
     ) -> None: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def mla_latents(
+        self,
+        q_a: Tensor,
+        kv_a: Tensor,
+        q_weight: Tensor,
+        kv_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def index_key_rows(
+        self,
+        keys: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        interleaved: bool,
+    ) -> Tensor: ...
+
+    def rotate(
+        self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool
+    ) -> None: ...
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+    def route(
+        self,
+        logits: Tensor,
+        bias: Tensor,
+        *,
+        groups: int,
+        chosen_groups: int,
+        chosen: int,
+        normalise: bool,
+        factor: float,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def name_rows(
+        self, positions: Tensor, scores: Tensor, request_rows: Tensor, block_tables: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def load_kernels(backend: str, device: torch.device) -> Kernels:
