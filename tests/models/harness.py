@@ -24,6 +24,7 @@ from echokv.kernels.registry import Kernels, load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.pools import DevicePool, HostPool, IndexKeyPool
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
+from echokv.models.matrices import Matrices
 from echokv.models.registry import load_model
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ class Runner:
         self.config = config = ModelConfig.from_dir(path)
         self.kernels = kernels = load_kernels("reference", CPU)
         self.tile = tile
-        self.model = load_model(path, config, dtype=dtype, device=CPU, token_tile=tile)
+        self.model = load_model(path, config, Matrices(dtype=dtype, token_tile=tile), CPU)
         fmt = RowFormat(name=rows, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim)
         key_fmt = IndexKeyFormat(name=keys, head_dim=config.index_head_dim)
         self.cache = make_cache(kernels, config, fmt, pool_tokens, max_blocks * BLOCK_TOKENS)

@@ -16,6 +16,7 @@ from echokv.config import ModelConfig
 from echokv.errors import CheckpointError
 from echokv.models import block_fp8
 from echokv.models.deepseek_v32 import DeepseekV32
+from echokv.models.matrices import Matrices
 from echokv.models.random_checkpoint import write_random_checkpoint
 from echokv.models.registry import build_model, load_model, weight_bytes
 from echokv.models.weights import checkpoint_places
@@ -58,7 +59,7 @@ def checkpoint(pristine: Path, tmp_path: Path) -> Path:
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> DeepseekV32:
     config = ModelConfig.from_dir(path)
-    return load_model(path, config, dtype=dtype, device=CPU, token_tile=32)
+    return load_model(path, config, Matrices(dtype=dtype, token_tile=32), CPU)
 
 
 def state(path: Path) -> dict[str, Tensor]:
@@ -186,7 +187,9 @@ def test_weight_bytes_are_what_is_allocated(checkpoint: Path) -> None:
     config = ModelConfig.from_dir(checkpoint)
     for dtype in (torch.float32, torch.bfloat16):
         model = load(checkpoint, dtype)
-        assert weight_bytes(config, dtype) == sum(p.nbytes for p in model.parameters())
+        assert weight_bytes(config, Matrices(dtype=dtype)) == sum(
+            p.nbytes for p in model.parameters()
+        )
 
 
 # Block fp8
@@ -373,4 +376,4 @@ def test_unknown_architecture(checkpoint: Path) -> None:
 def test_models_compute_in_two_dtypes(checkpoint: Path) -> None:
     config = ModelConfig.from_dir(checkpoint)
     with pytest.raises(ValueError, match=re.escape("float32 or bfloat16, not torch.float16")):
-        build_model(config, dtype=torch.float16, device=CPU, token_tile=None)
+        build_model(config, Matrices(dtype=torch.float16), CPU)

@@ -18,7 +18,7 @@ from echokv.cache.protocol import KVCache
 from echokv.cache.resident import ResidentCache
 from echokv.config import EngineConfig, ModelConfig
 from echokv.engine.graph import DecodeGraphs, GraphShapes
-from echokv.engine.resolve import resolve
+from echokv.engine.resolve import fp8_refusal, resolve
 from echokv.engine.runner import ModelRunner
 from echokv.engine.scheduler import SchedulerLimits
 from echokv.engine.tokenizer import Tokenizer
@@ -31,7 +31,9 @@ from echokv.memory.host_memory import HostMemory
 from echokv.memory.plan import make_plan
 from echokv.memory.pools import DevicePool, HostPool, IndexKeyPool
 from echokv.models.deepseek_v32 import DeepseekV32
+from echokv.models.matrices import Matrices
 from echokv.models.registry import load_model, weight_bytes
+from echokv.models.weights import fp8_weights
 
 logger = get_logger(__name__)
 
@@ -95,7 +97,7 @@ def plan_engine(
         _index_key_format(config, model_config),
         weight_bytes=0
         if weights_loaded
-        else weight_bytes(model_config, getattr(torch, config.dtype)),
+        else weight_bytes(model_config, _matrices(config, model_config)),
         device_bytes=torch.cuda.mem_get_info()[0] if config.device == "cuda" else None,
         host_bytes=HostMemory.read().usable,
     )
@@ -120,15 +122,14 @@ def build_engine_parts(
     on_phase("planning memory")
     model_name = config.served_model_name or Path(config.model).resolve().name
     config, model_config, plan = plan_engine(config, weights_loaded=hooks.model is not None)
-    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    device = torch.device(config.device)
     kernels = load_kernels(config.backend, device)
     tokenizer = Tokenizer.from_dir(config.model)
     model = hooks.model
     if model is None:
         on_phase("loading weights")
-        model = load_model(
-            config.model, model_config, dtype=dtype, device=device, token_tile=kernels.token_tile
-        )
+        matrices = _matrices(config, model_config, kernels)
+        model = load_model(config.model, model_config, matrices, device)
         plan.verify({"weights": sum(weight.nbytes for weight in model.parameters())})
     on_phase("allocating the pools")
     row_format = _row_format(config, model_config)
@@ -166,6 +167,28 @@ def build_engine_parts(
             model, context, token_tile=kernels.token_tile, device=device, graphs=graphs
         ),
         host_pool=host_pool,
+    )
+
+
+def _matrices(config: EngineConfig, model: ModelConfig, kernels: Kernels | None = None) -> Matrices:
+    """How the checkpoint's matrices are kept; without kernels for counting only."""
+    dtype = getattr(torch, config.dtype)
+    tile = None if kernels is None else kernels.token_tile
+    if model.quant_block_size is None:
+        return Matrices(dtype=dtype, token_tile=tile)
+    refusal = fp8_refusal(config, model)
+    if kernels is not None:
+        state = "kept as stored" if refusal is None else f"converted to {config.dtype}: {refusal}"
+        logger.info("block-fp8 weights: %s", state)
+    if refusal is not None:
+        return Matrices(dtype=dtype, token_tile=tile)
+    stored = fp8_weights(config.model)
+    return Matrices(
+        dtype=dtype,
+        token_tile=tile,
+        keep_fp8=True,
+        kernels=kernels,
+        is_fp8=stored.__contains__,
     )
 
 

@@ -12,6 +12,7 @@ from echokv.memory.formats import FP8_GROUP
 
 _DTYPES = ("float32", "bfloat16")
 _FP8_CAPABILITY = (8, 9)
+_FP8_BLOCK = (128, 128)
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -32,6 +33,28 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         index_key_dtype=_index_key_dtype(config, kv_cache_dtype, dtype),
         max_model_len=_max_model_len(config, model),
     )
+
+
+def fp8_refusal(config: EngineConfig, model: ModelConfig) -> str | None:
+    """Why fp8 weights can't be kept as the checkpoint stores them; None when they are.
+
+    Args:
+        config: resolved.
+        model: the checkpoint's.
+    """
+    reasons = {
+        "the checkpoint has none": model.quant_block_size is None,
+        f"its blocks are {model.quant_block_size}, not 128 x 128": (
+            model.quant_block_size != _FP8_BLOCK
+        ),
+        f"--device is {config.device}": config.device != "cuda",
+        "--backend is reference": config.backend == "reference",
+        f"--dtype is {config.dtype}": config.dtype != "bfloat16",
+    }
+    reason = next((words for words, holds in reasons.items() if holds), None)
+    if reason is None and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
+        return "the GPU multiplies no fp8 (compute capability 8.9 or above)"
+    return reason
 
 
 def _device(config: EngineConfig) -> str:

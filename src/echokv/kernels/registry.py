@@ -44,6 +44,9 @@ OPS = {
     "silu_mul": "gating",
     "route": "route",
     "name_rows": "name_rows",
+    "fp8_linear": "fp8_linear",
+    "fp8_gate_up": "fp8_linear",
+    "fp8_experts": "fp8_experts",
 }
 """Op -> the module that holds it, under the same name in every backend's folder."""
 
@@ -115,7 +118,26 @@ class FusedRecall(Protocol):
     ) -> None: ...
 
 
-class Kernels(Protocol):
+class Fp8Kernels(Protocol):
+    """Products with weights in block-scaled fp8."""
+
+    def fp8_linear(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor: ...
+
+    def fp8_gate_up(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor: ...
+
+    def fp8_experts(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+    ) -> Tensor: ...
+
+
+class Kernels(Fp8Kernels, Protocol):
     """Every op of one backend. Contracts are the docstrings in `kernels/reference`."""
 
     @property

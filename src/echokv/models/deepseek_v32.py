@@ -11,7 +11,8 @@ from echokv.attention.context import ForwardContext
 from echokv.cache.batch import ForwardBatch
 from echokv.config import ModelConfig
 from echokv.indexer.indexer import Selection
-from echokv.models.layers import Embedding, GatedMLP, Linear, RMSNorm
+from echokv.models.layers import Embedding, Linear, RMSNorm
+from echokv.models.matrices import Matrices
 from echokv.models.mla import MLA
 from echokv.models.moe import MoE
 from echokv.models.rope import Rope
@@ -20,16 +21,15 @@ from echokv.models.rope import Rope
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, dtype: torch.dtype, token_tile: int | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, matrices: Matrices) -> None:
         super().__init__()
-        self.self_attn = MLA(config, layer, dtype)
+        self.self_attn = MLA(config, layer, matrices.under("self_attn"))
+        mlp = matrices.under("mlp")
         self.mlp: nn.Module
         if config.mlp_layer_types[layer] == "sparse":
-            self.mlp = MoE(config, dtype, token_tile)
+            self.mlp = MoE(config, mlp)
         else:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+            self.mlp = mlp.gated_mlp(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -54,28 +54,22 @@ class DeepseekV32(nn.Module):
 
     Args:
         config: shapes and switches.
-        dtype: of weights and activations, float32 or bfloat16; norms, the router and the index
+        matrices: how they are kept; dtype is float32 or bfloat16. Norms, the router and the index
             heads' weights are float32 in either case.
         device: where weights live; "meta" allocates nothing.
-        token_tile: rows that every pass has (`Kernels.token_tile`), or None for any number.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        token_tile: int | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, matrices: Matrices, device: torch.device) -> None:
         super().__init__()
+        dtype = matrices.dtype
         self.config = config
         self.dtype = dtype
-        self._token_tile = token_tile
+        self._token_tile = matrices.token_tile
         self._rope = Rope(config.rope, config.qk_rope_head_dim, device)
         with device:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
             self.layers = nn.ModuleList(
-                DecoderLayer(config, layer, dtype, token_tile)
+                DecoderLayer(config, layer, matrices.under(f"layers.{layer}"))
                 for layer in range(config.num_hidden_layers)
             )
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

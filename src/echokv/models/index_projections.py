@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from echokv.config import ModelConfig
-from echokv.models.layers import LayerNorm, Linear, weight
+from echokv.models.layers import LayerNorm, weight
+from echokv.models.matrices import Matrices
 from echokv.models.rope import rotate_half, rotate_interleaved
 
 KEY_NORM_EPS = 1e-6
@@ -31,11 +32,11 @@ class HeadWeights(nn.Module):
 class IndexProjections(nn.Module):
     """The indexer's weights in one layer."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, matrices: Matrices) -> None:
         super().__init__()
         heads, dim = config.index_n_heads, config.index_head_dim
-        self.wq_b = Linear(config.q_lora_rank, heads * dim, dtype)
-        self.wk = Linear(config.hidden_size, dim, dtype)
+        self.wq_b = matrices.linear("wq_b", config.q_lora_rank, heads * dim)
+        self.wk = matrices.linear("wk", config.hidden_size, dim)
         self.k_norm = LayerNorm(dim, KEY_NORM_EPS)
         self.weights_proj = HeadWeights(config.hidden_size, heads)
         self._heads, self._rope_dim = heads, config.qk_rope_head_dim

@@ -14,6 +14,14 @@ def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
+class Stacked(nn.Module):
+    """A module whose parameters hold several tensors of a checkpoint, or one of another shape."""
+
+    def places(self) -> dict[str, Tensor]:
+        """Checkpoint names, relative to the module's, and views of the checkpoint's shapes."""
+        raise NotImplementedError
+
+
 class Linear(nn.Module):
     """x [..., in_features] -> [..., out_features], no bias."""
 

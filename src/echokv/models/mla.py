@@ -12,15 +12,16 @@ from echokv.cache.batch import ForwardBatch
 from echokv.config import ModelConfig
 from echokv.indexer.indexer import Selection
 from echokv.models.index_projections import IndexProjections
-from echokv.models.layers import Linear, RMSNorm, weight
+from echokv.models.layers import RMSNorm, Stacked, weight
+from echokv.models.matrices import Matrices
 from echokv.models.rope import rotate_interleaved
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the two latent norms: DeepSeek's and HF's default, whatever rms_norm_eps says."""
 
 
-class LatentExpansion(nn.Module):
-    """kv_b_proj, kept per head and used in both directions.
+class LatentExpansion(Stacked):
+    """kv_b_proj, kept per head and used in both directions; never in fp8, whatever is stored.
 
     `weight` is [H, nope + v, latent]: the key half absorbs queries, the value half expands
     attention outputs.
@@ -35,6 +36,10 @@ class LatentExpansion(nn.Module):
             config.kv_lora_rank,
             dtype=dtype,
         )
+
+    def places(self) -> dict[str, Tensor]:
+        """See `Stacked`."""
+        return {"weight": self.weight.flatten(0, 1)}
 
     def absorb(self, q_nope: Tensor) -> Tensor:
         """[T, H, nope] -> [T, H, latent]."""
@@ -52,25 +57,27 @@ class MLA(nn.Module):
     Args:
         config: shapes.
         layer: which decoder layer.
-        dtype: of weights and activations.
+        matrices: how they are kept.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, matrices: Matrices) -> None:
         super().__init__()
+        hidden, q_rank = config.hidden_size, config.q_lora_rank
         self._layer = layer
         self._heads = config.num_attention_heads
         self._q_dims = (config.qk_nope_head_dim, config.qk_rope_head_dim)
         self._kv_dims = (config.kv_lora_rank, config.qk_rope_head_dim)
-        self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, dtype)
+        self.q_a_proj = matrices.linear("q_a_proj", hidden, q_rank)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
-        self.q_b_proj = Linear(config.q_lora_rank, self._heads * sum(self._q_dims), dtype)
-        self.kv_a_proj_with_mqa = Linear(config.hidden_size, sum(self._kv_dims), dtype)
+        self.q_b_proj = matrices.linear("q_b_proj", q_rank, self._heads * sum(self._q_dims))
+        kv_a = "kv_a_proj_with_mqa"
+        self.kv_a_proj_with_mqa = matrices.linear(kv_a, hidden, sum(self._kv_dims))
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPS)
-        self.kv_b_proj = LatentExpansion(config, dtype)
-        self.o_proj = Linear(self._heads * config.v_head_dim, config.hidden_size, dtype)
+        self.kv_b_proj = LatentExpansion(config, matrices.dtype)
+        self.o_proj = matrices.linear("o_proj", self._heads * config.v_head_dim, hidden)
         self.indexer = None
         if layer in config.index_layers:
-            self.indexer = IndexProjections(config, dtype)
+            self.indexer = IndexProjections(config, matrices.under("indexer"))
             self._index_layer = config.index_layers.index(layer)
 
     def forward(

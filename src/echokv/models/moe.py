@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from echokv.config import ModelConfig
-from echokv.models.layers import GatedMLP, weight
+from echokv.models.fp8 import Fp8Experts
+from echokv.models.layers import Stacked, weight
+from echokv.models.matrices import Matrices
 
 
 class Router(nn.Module):
@@ -57,7 +59,7 @@ class Router(nn.Module):
         return grouped.masked_fill(lost[:, :, None], float("-inf")).flatten(1)
 
 
-class Experts(nn.Module):
+class Experts(Stacked):
     """Every routed expert's gated MLP, stacked.
 
     Args:
@@ -73,7 +75,22 @@ class Experts(nn.Module):
         self.down_proj = weight(experts, config.hidden_size, inner, dtype=dtype)
         self._token_tile = token_tile
 
-    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Each token through each expert that it chose, weighted and summed in float32.
+
+        Args:
+            x: [T, hidden].
+            experts: [T, k] int64, distinct in a row.
+            weights: [T, k] float32.
+
+        Returns:
+            [T, hidden] float32.
+        """
+        outputs = self.each(x, experts)
+        total: Tensor = (outputs.float() * weights[:, :, None]).sum(1)
+        return total
+
+    def each(self, x: Tensor, experts: Tensor) -> Tensor:
         """Each token through each expert that it chose.
 
         Without a token tile, bfloat16 on CUDA is grouped and never waits for the device;
@@ -91,7 +108,7 @@ class Experts(nn.Module):
         return self.looped(x, experts)
 
     def looped(self, x: Tensor, experts: Tensor) -> Tensor:
-        """`forward`, one expert after the other, in tiles of fixed shape."""
+        """`each`, one expert after the other, in tiles of fixed shape."""
         out = x.new_empty(*experts.shape, x.shape[1])
         for expert in experts.unique().tolist():
             tokens, choices = (experts == expert).nonzero(as_tuple=True)
@@ -105,7 +122,7 @@ class Experts(nn.Module):
         return out
 
     def grouped(self, x: Tensor, experts: Tensor) -> Tensor:
-        """`forward` with one grouped product over tokens sorted by expert."""
+        """`each` with one grouped product over tokens sorted by expert."""
         chosen, order = experts.flatten().sort(stable=True)  # [T * k]
         numbers = torch.arange(self.down_proj.shape[0], device=x.device)
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # [E]
@@ -119,24 +136,45 @@ class Experts(nn.Module):
         out[order] = result
         return out.view(*experts.shape, -1)
 
+    def places(self) -> dict[str, Tensor]:
+        """See `Stacked`."""
+        places: dict[str, Tensor] = {}
+        for number, (gate_up, down) in enumerate(
+            zip(self.gate_up_proj, self.down_proj, strict=True)
+        ):
+            gate, up = gate_up.chunk(2)
+            places[f"{number}.gate_proj.weight"] = gate
+            places[f"{number}.up_proj.weight"] = up
+            places[f"{number}.down_proj.weight"] = down
+        return places
+
+
+def _experts(config: ModelConfig, matrices: Matrices) -> nn.Module:
+    """In fp8 if the first expert is; the loader refuses a checkpoint whose experts differ."""
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    names = ("0.gate_proj", "0.up_proj", "0.down_proj")
+    if matrices.stay_fp8(*names, sizes=(hidden, inner)):
+        return Fp8Experts(config.n_routed_experts, hidden, inner, matrices.kernels)
+    return Experts(config, matrices.dtype, matrices.token_tile)
+
 
 class MoE(nn.Module):
     """Routed experts, weighted, plus the shared experts; summed in float32."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, token_tile: int | None) -> None:
+    def __init__(self, config: ModelConfig, matrices: Matrices) -> None:
         super().__init__()
         self.gate = Router(config)
-        self.experts = Experts(config, dtype, token_tile)
+        self.experts = _experts(config, matrices.under("experts"))
         self.shared_experts = None
         if config.n_shared_experts:
             inner = config.moe_intermediate_size * config.n_shared_experts
-            self.shared_experts = GatedMLP(config.hidden_size, inner, dtype)
+            shared = matrices.under("shared_experts")
+            self.shared_experts = shared.gated_mlp(config.hidden_size, inner)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         weights, experts = self.gate(x)
-        outputs: Tensor = self.experts(x, experts)  # [T, k, hidden]
-        total: Tensor = (outputs.float() * weights[:, :, None]).sum(1)
+        total: Tensor = self.experts(x, experts, weights)
         if self.shared_experts is not None:
             total = total + self.shared_experts(x).float()
         return total.to(x.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor
 from echokv.config import ModelConfig
 from echokv.models.byte_tokenizer import BOS, EOS, PAD, TOKEN_IDS, VOCAB_SIZE, write_tokenizer
 from echokv.models.checkpoint import INDEX_FILE
+from echokv.models.matrices import Matrices
 from echokv.models.registry import build_model
 from echokv.models.weights import checkpoint_places
 
@@ -120,7 +121,7 @@ def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config.torch_dtype)
-    meta = build_model(config, dtype=torch.float32, device=torch.device("meta"), token_tile=None)
+    meta = build_model(config, Matrices(dtype=torch.float32), torch.device("meta"))
     weights: dict[str, Tensor] = {}
     for name, place in checkpoint_places(meta).items():
         value = torch.randn(place.shape, generator=generator)

@@ -7,6 +7,7 @@ once and not after minutes of reading. Then one tensor at a time is copied into 
 import re
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from echokv.errors import CheckpointError
@@ -14,8 +15,7 @@ from echokv.log import get_logger, progress
 from echokv.models.block_fp8 import dequantise_into, scale_shape
 from echokv.models.checkpoint import TensorInfo, open_shard, read_headers
 from echokv.models.deepseek_v32 import DeepseekV32
-from echokv.models.mla import LatentExpansion
-from echokv.models.moe import Experts
+from echokv.models.layers import Stacked
 
 logger = get_logger(__name__)
 
@@ -29,9 +29,9 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 def load_weights(model: DeepseekV32, path: str | Path) -> None:
     """Copy every weight of a checkpoint into the model.
 
-    bf16, fp16, fp32 and block-fp8 tensors are converted to each parameter's dtype. Layers past
-    num_hidden_layers (multi-token prediction) are left alone; other tensors that the model has
-    no place for are named in one warning.
+    bf16, fp16, fp32 and block-fp8 tensors are converted to each parameter's dtype; fp8 weights
+    whose place is fp8 too are kept. Layers past num_hidden_layers (multi-token prediction) are
+    left alone; other tensors that the model has no place for are named in one warning.
 
     Args:
         model: on its device, uninitialised.
@@ -52,7 +52,7 @@ def load_weights(model: DeepseekV32, path: str | Path) -> None:
         with open_shard(file) as shard:
             for name in by_file[file]:
                 values = shard.get_tensor(name)
-                if found[name].dtype == FP8_DTYPE:
+                if found[name].dtype == FP8_DTYPE and places[name].dtype != torch.float8_e4m3fn:
                     scales = _read(found[name + SCALE_SUFFIX], name + SCALE_SUFFIX)
                     assert model.config.quant_block_size is not None, "checked with the headers"
                     dequantise_into(places[name], values, scales, model.config.quant_block_size)
@@ -66,35 +66,26 @@ def checkpoint_places(model: DeepseekV32) -> dict[str, Tensor]:
     Stacked experts appear as one matrix an expert, the per-head kv_b_proj as one matrix.
     """
     places: dict[str, Tensor] = {}
-    stacked = {
-        f"{path}.{name}": module
-        for path, module in model.named_modules()
-        if isinstance(module, Experts | LatentExpansion)
-        for name, _ in module.named_parameters()
-    }
-    for name, parameter in model.named_parameters():
-        prefix = "" if name.startswith("lm_head.") else "model."
-        if name not in stacked:
-            places[prefix + name] = parameter
-        elif isinstance(stacked[name], LatentExpansion):
-            places[prefix + name] = parameter.flatten(0, 1)
+    for path, module in model.named_modules():
+        if isinstance(module, Stacked):
+            mine = module.places()
         else:
-            places.update(_expert_places(prefix + name, parameter))
+            mine = dict(module.named_parameters(recurse=False))
+        if path == "lm_head" and module.weight is model.embed_tokens.weight:
+            continue  # tied: stored once
+        prefix = "lm_head." if path == "lm_head" else f"model.{path}."
+        places |= {prefix + name: place for name, place in mine.items()}
     return places
 
 
-def _expert_places(name: str, stacked: Tensor) -> dict[str, Tensor]:
-    """Matrices of each expert: of `gate_up_proj` [E, 2I, H] or of `down_proj` [E, H, I]."""
-    experts, _, projection = name.rpartition(".")
-    places: dict[str, Tensor] = {}
-    for number, matrix in enumerate(stacked):
-        if projection == "down_proj":
-            places[f"{experts}.{number}.down_proj.weight"] = matrix
-        else:
-            gate, up = matrix.chunk(2)
-            places[f"{experts}.{number}.gate_proj.weight"] = gate
-            places[f"{experts}.{number}.up_proj.weight"] = up
-    return places
+def fp8_weights(path: str | Path) -> frozenset[str]:
+    """Names of the weights that a checkpoint stores in fp8, from its headers.
+
+    Raises:
+        CheckpointError: as `read_headers`.
+    """
+    headers = read_headers(Path(path))
+    return frozenset(name for name, info in headers.items() if info.dtype == FP8_DTYPE)
 
 
 def _read(info: TensorInfo, name: str) -> Tensor:
@@ -128,6 +119,11 @@ def _check(
                 f" config.json asks for {list(place.shape)}"
             )
         _check_dtype(name, found, block)
+        if place.dtype == torch.float8_e4m3fn and info.dtype != FP8_DTYPE:
+            raise CheckpointError(
+                f"{info.file}: {name} has dtype {info.dtype}, the other experts are {FP8_DTYPE};"
+                " echokv keeps a layer's experts in one dtype: use --gemm-kernel torch"
+            )
     _check_rest({name: info for name, info in found.items() if name not in places}, found)
 
 
