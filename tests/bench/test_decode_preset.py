@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from echokv.bench.decode_preset import PRESETS, preset_config, random_model, write_preset
-from echokv.config import ModelConfig
+from echokv.config import EngineConfig, ModelConfig
 from echokv.engine.tokenizer import Tokenizer
 from echokv.errors import ConfigError
 from echokv.kernels.registry import load_kernels
@@ -61,10 +61,12 @@ def test_what_an_engine_reads(tmp_path: Path) -> None:
 def test_weights_are_random_and_finite() -> None:
     config = ModelConfig.from_dict(preset_config("small", num_layers=3))
     kernels = load_kernels("reference", CPU)
-    first, again, other = (
-        dict(random_model(config, torch.float32, CPU, kernels, seed).named_parameters())
-        for seed in (1, 1, 2)
-    )
+
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        engine = EngineConfig(model="", device="cpu", dtype="float32", seed=seed)
+        return dict(random_model(config, engine, CPU, kernels).named_parameters())
+
+    first, again, other = weights(1), weights(1), weights(2)
     for name, weight in first.items():
         assert weight.isfinite().all() and weight.std() > 0, name
         assert torch.equal(weight, again[name]) and not torch.equal(weight, other[name])

@@ -127,6 +127,29 @@ def test_gating(backend: Any, dtype: torch.dtype, tokens: int, dim: int) -> None
     assert_close(got, gate.double() * gate.double().sigmoid() * up.double(), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, dim", [(0, 8), (1, 1), (3, 1025)])
+def test_sum_is_rounded_once(backend: Any, dtype: torch.dtype, tokens: int, dim: int) -> None:
+    total, more = noise(tokens, dim), noise(tokens, dim, dtype=dtype)
+    got = backend.op("add_rounded")(total.to(backend.device), more.to(backend.device))
+    assert torch.equal(got.cpu(), (total + more.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, size, outputs", [(0, 8, 4), (1, 1, 1), (5, 1300, 3), (65, 40, 2)])
+def test_wide_linear(
+    backend: Any, dtype: torch.dtype, tokens: int, size: int, outputs: int
+) -> None:
+    x, weight = noise(tokens, size, dtype=dtype), noise(outputs, size)
+    got = backend.op("wide_linear")(x.to(backend.device), weight.to(backend.device), 0.125)
+    assert got.dtype == torch.float32
+    expected = x.double() @ weight.double().T * 0.125
+    plain = (x.float() @ weight.T * 0.125 - expected).abs().max() if tokens else 0.0
+    torch.testing.assert_close(
+        got.double().cpu(), expected, rtol=0, atol=2 * float(plain) + 1e-5 * size**0.5
+    )
+
+
 ROUTES = [(8, 4, 2, 2, True), (32, 8, 4, 8, True), (12, 1, 1, 3, False), (6, 3, 1, 2, True)]
 
 

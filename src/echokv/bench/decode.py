@@ -37,6 +37,7 @@ class StepTimer:
         step_ms: of every timed step of the engine.
         device_ms: of every timed replay of a step alone.
         tokens: what each request decoded, by its id.
+        steps: of the engine between `before` and `after`.
         before, after: counters around the timed steps.
     """
 
@@ -45,6 +46,7 @@ class StepTimer:
         self.step_ms: list[float] = []
         self.device_ms: list[float] = []
         self.tokens: dict[str, list[int]] = {}
+        self.steps = 0
         self.before = self.after = decode.engine.stats()
         self._device_step: DeviceStep | None = None
 
@@ -66,6 +68,7 @@ class StepTimer:
 
     def measure(self, steps: int) -> None:
         """Time some steps of the engine, each by the wall clock, after one that isn't timed."""
+        self.steps += steps + 1
         self._step()
         last = time.perf_counter()
         for _ in range(steps):

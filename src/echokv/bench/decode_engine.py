@@ -77,8 +77,7 @@ class LoadedModel:
         device = torch.device(config.device)
         kernels = load_kernels(config.backend, device)
         start = time.perf_counter()
-        dtype = getattr(torch, config.dtype)
-        model = random_model(model_config, dtype, device, kernels, config.seed)
+        model = random_model(model_config, config, device, kernels)
         synchronise(device)
         return cls(
             engine_config=config,

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echokv.config import ModelConfig
+from echokv.config import EngineConfig, ModelConfig
+from echokv.engine.resolve import fp8_refusal
 from echokv.errors import ConfigError
 from echokv.kernels.registry import Kernels
 from echokv.log import progress
 from echokv.models.byte_tokenizer import write_tokenizer
 from echokv.models.deepseek_v32 import DeepseekV32
+from echokv.models.matrices import Matrices
 from echokv.models.random_checkpoint import CONFIG as SMALL
 from echokv.models.registry import build_model
 
@@ -84,6 +86,7 @@ def preset_config(
     num_layers: int | None = None,
     dense_layers: int | None = None,
     num_experts: int | None = None,
+    weights: str = "bf16",
 ) -> dict[str, Any]:
     """A preset's `config.json` with some sizes replaced.
 
@@ -92,6 +95,7 @@ def preset_config(
         num_layers: decoder layers; None: the preset's.
         dense_layers: leading layers without experts; None: the preset's.
         num_experts: routed experts a layer; None: the preset's.
+        weights: "bf16", or "fp8" for e4m3 in blocks of 128 x 128, as V3.2's checkpoint has it.
 
     Raises:
         ConfigError: an unknown name, or sizes that make no model.
@@ -113,6 +117,8 @@ def preset_config(
     if num_experts is not None:
         _check_experts(num_experts, raw)
         raw["n_routed_experts"] = num_experts
+    if weights == "fp8":
+        raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     return raw
 
 
@@ -140,7 +146,7 @@ def write_preset(directory: Path, raw: dict[str, Any]) -> Path:
 
 @torch.inference_mode()
 def random_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels, seed: int
+    config: ModelConfig, engine: EngineConfig, device: torch.device, kernels: Kernels
 ) -> DeepseekV32:
     """A model with random weights, made on its device.
 
@@ -148,14 +154,26 @@ def random_model(
     number of layers; norms are near one.
 
     Args:
-        config: shapes.
-        dtype: of weights and activations.
+        config: shapes, and whether weights are in block fp8.
+        engine: resolved; its seed is the weights'. The same seed on another device gives others.
         device: where.
         kernels: the backend that will run it.
-        seed: of the weights; the same on another device gives other ones.
+
+    Raises:
+        ConfigError: fp8 weights that this engine can't keep.
     """
-    model = build_model(config, dtype=dtype, device=device, token_tile=kernels.token_tile)
-    generator = torch.Generator(device).manual_seed(seed)
+    refusal = None if config.quant_block_size is None else fp8_refusal(engine, config)
+    if refusal is not None:
+        raise ConfigError(f"--weights fp8: {refusal}")
+    matrices = Matrices(
+        dtype=getattr(torch, engine.dtype),
+        token_tile=kernels.token_tile,
+        keep_fp8=config.quant_block_size is not None,
+        kernels=kernels,
+        ops=kernels,
+    )
+    model = build_model(config, matrices, device)
+    generator = torch.Generator(device).manual_seed(engine.seed)
     parameters = list(model.named_parameters())
     for name, parameter in progress(
         parameters, total=len(parameters), what="random weights", unit="tensor"
@@ -164,14 +182,29 @@ def random_model(
     return model
 
 
+_FP8_SPREAD = 64.0
+"""Standard deviation of fp8 weights before their scale: seven of them fit e4m3's range."""
+
+
 def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
     if name.endswith("norm.weight"):
         parameter.normal_(1.0, 0.1, generator=generator)
     elif parameter.dim() == 1:
         parameter.normal_(0.0, 0.1, generator=generator)
+    elif parameter.dtype == torch.float8_e4m3fn:
+        for matrix in parameter if parameter.dim() == 3 else (parameter,):
+            noise = torch.empty(matrix.shape, dtype=torch.bfloat16, device=matrix.device)
+            matrix.copy_(noise.normal_(0.0, _FP8_SPREAD, generator=generator))
+    elif name.endswith(("_scale", "scale_inv")):  # one a block of 128 x 128
+        parameter.uniform_(0.5, 1.0, generator=generator)
+        parameter.mul_(_scale(name, parameter.shape[-1] * 128) / _FP8_SPREAD)
     else:
-        fan_in = parameter.shape[-1]
-        # What is added to the residual stream stays small beside it, in every layer.
-        gain = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")) else 1.0
-        scale = 1.0 if "embed_tokens" in name else gain * fan_in**-0.5
-        parameter.normal_(0.0, scale, generator=generator)
+        parameter.normal_(0.0, _scale(name, parameter.shape[-1]), generator=generator)
+
+
+def _scale(name: str, fan_in: int) -> float:
+    """Standard deviation; what is added to the residual stream stays small beside it."""
+    if "embed_tokens" in name:
+        return 1.0
+    added = any(part in name for part in ("o_proj", "down_proj", "down_scale"))
+    return float((0.3 if added else 1.0) * fan_in**-0.5)

@@ -21,6 +21,7 @@ def run_figures(loaded: LoadedModel, preset: str) -> dict[str, Any]:
         "experts": config.n_routed_experts,
         "backend": loaded.kernels.name,
         "dtype": engine.dtype,
+        "weights": "bf16" if config.quant_block_size is None else "fp8",
         "kv_cache_dtype": engine.kv_cache_dtype,
         "index_key_dtype": engine.index_key_dtype,
         "weight_bytes": loaded.nbytes,
@@ -55,7 +56,7 @@ def step_figures(timer: StepTimer) -> dict[str, Any]:
         "step_ms": step,
         "device_step_ms": spread(timer.device_ms),
         "tokens_per_s": batch / step["median"] * 1e3,
-        "steps_counted": len(timer.step_ms),
+        "steps": timer.steps,
         **cache_figures(timer.before, timer.after),
     }
 
@@ -81,7 +82,8 @@ def render(result: dict[str, Any], console: Console) -> None:
     variants: dict[str, dict[str, Any]] = result["variants"]
     title = (
         f"{result['preset']}: {result['layers']} layers ({result['dense_layers']} dense),"
-        f" {result['experts']} experts, {result['dtype']}, {result['weight_bytes'] / 1e9:.1f} GB"
+        f" {result['experts']} experts, {result['dtype']},"
+        f" {result['weights']} weights of {result['weight_bytes'] / 1e9:.1f} GB"
     )
     table = Table(title=title)
     table.add_column("")
@@ -118,9 +120,8 @@ def _hit_rates(variant: dict[str, Any]) -> str:
 
 
 def _recalled(variant: dict[str, Any]) -> str:
-    steps = variant.get("steps_counted") or variant["steps"]
     rows: Sequence[int] = variant["recalled_rows_by_layer"]
-    return f"{sum(rows) / len(rows) / steps:.1f}"
+    return f"{sum(rows) / len(rows) / variant['steps']:.1f}"
 
 
 def _bytes(variant: dict[str, Any]) -> str:

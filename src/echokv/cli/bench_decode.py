@@ -59,6 +59,12 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--num-experts", type=int, help="routed experts a layer (default: the preset's)"
     )
+    group.add_argument(
+        "--weights",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="bf16 (the compute dtype), or fp8 in blocks of 128 x 128 (default: %(default)s)",
+    )
     for flag, what in (
         ("--backend", "kernels: auto, reference, triton or cuda"),
         ("--device", "auto, cpu or cuda"),
@@ -147,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
         num_layers=args.num_layers,
         dense_layers=args.dense_layers,
         num_experts=args.num_experts,
+        weights=args.weights,
     )
     with TemporaryDirectory(prefix="echokv-decode-") as folder:
         loaded = LoadedModel.make(raw, Path(folder), _base_config(args, folder))

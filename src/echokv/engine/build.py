@@ -4,6 +4,7 @@ Decides (resolve, plan), then loads weights, then takes the pools; checks the pl
 really allocated.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,24 +173,19 @@ def build_engine_parts(
 
 def _matrices(config: EngineConfig, model: ModelConfig, kernels: Kernels | None = None) -> Matrices:
     """How the checkpoint's matrices are kept; without kernels for counting only."""
-    dtype = getattr(torch, config.dtype)
-    tile = None if kernels is None else kernels.token_tile
+    plain = Matrices(dtype=getattr(torch, config.dtype))
+    if kernels is not None:
+        plain = dataclasses.replace(plain, token_tile=kernels.token_tile, ops=kernels)
     if model.quant_block_size is None:
-        return Matrices(dtype=dtype, token_tile=tile)
+        return plain
     refusal = fp8_refusal(config, model)
     if kernels is not None:
         state = "kept as stored" if refusal is None else f"converted to {config.dtype}: {refusal}"
         logger.info("block-fp8 weights: %s", state)
     if refusal is not None:
-        return Matrices(dtype=dtype, token_tile=tile)
+        return plain
     stored = fp8_weights(config.model)
-    return Matrices(
-        dtype=dtype,
-        token_tile=tile,
-        keep_fp8=True,
-        kernels=kernels,
-        is_fp8=stored.__contains__,
-    )
+    return dataclasses.replace(plain, keep_fp8=True, kernels=kernels, is_fp8=stored.__contains__)
 
 
 def _cache(

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from echokv.cache.batch import ForwardBatch, positions_to_host_slots
+from echokv.cache.batch import ForwardBatch
 from echokv.kernels.reference.index_scores import score_width
 from echokv.kernels.registry import Kernels
 from echokv.memory.formats import IndexKeyFormat
@@ -137,10 +137,12 @@ class Indexer:
             batch.max_context_len,
         )  # [t, W]
         positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
-        selected = scores.gather(1, positions.clamp(min=0).long())
+        slots, selected = self._kernels.name_rows(
+            positions, scores, request_rows, batch.block_tables
+        )
         return Selection(
             positions=positions,
-            host_slots=positions_to_host_slots(positions, request_rows, batch.block_tables),
-            scores=selected.masked_fill(positions < 0, float("-inf")),
+            host_slots=HostSlots(slots),
+            scores=selected,
             kth_scores=kth_scores,
         )

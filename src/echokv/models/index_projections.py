@@ -6,12 +6,11 @@ weights in float32. GLM rotates interleaved (`RopeConfig.indexer_interleaved`).
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from echokv.config import ModelConfig
+from echokv.kernels.registry import ModelKernels
 from echokv.models.layers import LayerNorm, weight
 from echokv.models.matrices import Matrices
-from echokv.models.rope import rotate_half, rotate_interleaved
 
 KEY_NORM_EPS = 1e-6
 
@@ -19,14 +18,15 @@ KEY_NORM_EPS = 1e-6
 class HeadWeights(nn.Module):
     """How much each index head counts for a token; float32 throughout."""
 
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, ops: ModelKernels) -> None:
         super().__init__()
+        self._ops = ops
         self.weight = weight(num_heads, hidden_size, dtype=torch.float32)
         self._scale: float = num_heads**-0.5
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, H] float32, times H ** -0.5."""
-        return functional.linear(x.float(), self.weight) * self._scale
+        return self._ops.wide_linear(x, self.weight, self._scale)
 
 
 class IndexProjections(nn.Module):
@@ -37,10 +37,11 @@ class IndexProjections(nn.Module):
         heads, dim = config.index_n_heads, config.index_head_dim
         self.wq_b = matrices.linear("wq_b", config.q_lora_rank, heads * dim)
         self.wk = matrices.linear("wk", config.hidden_size, dim)
-        self.k_norm = LayerNorm(dim, KEY_NORM_EPS)
-        self.weights_proj = HeadWeights(config.hidden_size, heads)
+        self.k_norm = LayerNorm(dim)
+        self.weights_proj = HeadWeights(config.hidden_size, heads, matrices.ops)
         self._heads, self._rope_dim = heads, config.qk_rope_head_dim
-        self._rotate = rotate_interleaved if config.rope.indexer_interleaved else rotate_half
+        self._interleaved = config.rope.indexer_interleaved
+        self._ops = matrices.ops
 
     def forward(
         self, x: Tensor, q_latent: Tensor, angles: tuple[Tensor, Tensor]
@@ -56,9 +57,14 @@ class IndexProjections(nn.Module):
             query [T, H, D], keys [T, D], weights [T, H] float32.
         """
         query = self.wq_b(q_latent).unflatten(-1, (self._heads, -1))
-        keys = self.k_norm(self.wk(x))
-        return self._positioned(query, angles), self._positioned(keys, angles), self.weights_proj(x)
-
-    def _positioned(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        rotated = self._rotate(x[..., : self._rope_dim], *angles)
-        return torch.cat((rotated, x[..., self._rope_dim :]), -1)
+        rope = query[..., : self._rope_dim]
+        self._ops.rotate(rope, *angles, rope, interleaved=self._interleaved)
+        keys = self._ops.index_key_rows(
+            self.wk(x),
+            self.k_norm.weight,
+            self.k_norm.bias,
+            KEY_NORM_EPS,
+            *angles,
+            interleaved=self._interleaved,
+        )
+        return query, keys, self.weights_proj(x)

@@ -14,7 +14,6 @@ from echokv.indexer.indexer import Selection
 from echokv.models.index_projections import IndexProjections
 from echokv.models.layers import RMSNorm, Stacked, weight
 from echokv.models.matrices import Matrices
-from echokv.models.rope import rotate_interleaved
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the two latent norms: DeepSeek's and HF's default, whatever rms_norm_eps says."""
@@ -41,14 +40,24 @@ class LatentExpansion(Stacked):
         """See `Stacked`."""
         return {"weight": self.weight.flatten(0, 1)}
 
-    def absorb(self, q_nope: Tensor) -> Tensor:
-        """[T, H, nope] -> [T, H, latent]."""
-        return torch.bmm(q_nope.transpose(0, 1), self.weight[:, : self._nope]).transpose(0, 1)
+    def absorb(self, q_nope: Tensor, out: Tensor) -> None:
+        """[T, H, nope] -> out [T, H, latent], any view of contiguous rows."""
+        _by_head(q_nope, self.weight[:, : self._nope], out)
 
     def expand_values(self, latent: Tensor) -> Tensor:
         """[T, H, latent] -> [T, H, v]."""
         values = self.weight[:, self._nope :].transpose(1, 2)  # [H, latent, v]
-        return torch.bmm(latent.transpose(0, 1), values).transpose(0, 1)
+        out = latent.new_empty(*latent.shape[:2], values.shape[2])
+        _by_head(latent, values, out)
+        return out
+
+
+def _by_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out[t, h] = x[t, h] @ weight[h]."""
+    if x.is_cuda:  # cuBLAS writes to any leading dimension, so nothing is copied
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    else:
+        out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))
 
 
 class MLA(nn.Module):
@@ -64,6 +73,7 @@ class MLA(nn.Module):
         super().__init__()
         hidden, q_rank = config.hidden_size, config.q_lora_rank
         self._layer = layer
+        self._ops = matrices.ops
         self._heads = config.num_attention_heads
         self._q_dims = (config.qk_nope_head_dim, config.qk_rope_head_dim)
         self._kv_dims = (config.kv_lora_rank, config.qk_rope_head_dim)
@@ -103,10 +113,15 @@ class MLA(nn.Module):
         Returns:
             [T, hidden], and the selection that was attended.
         """
-        q_latent: Tensor = self.q_a_layernorm(self.q_a_proj(x))
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split(self._kv_dims, -1)
-        latent = self.kv_a_layernorm(latent)
-        context.attention.append(self._layer, latent, rotate_interleaved(k_rope, *angles), batch)
+        q_latent, latent, k_rope = self._ops.mla_latents(
+            self.q_a_proj(x),
+            self.kv_a_proj_with_mqa(x),
+            self.q_a_layernorm.weight,
+            self.kv_a_layernorm.weight,
+            LATENT_NORM_EPS,
+            *angles,
+        )
+        context.attention.append(self._layer, latent, k_rope, batch)
         selection = self._select(x, q_latent, batch, context, angles, selection)
         query = self._absorbed_query(q_latent, angles)
         attended = context.attention.attend(self._layer, query, selection, batch)
@@ -115,9 +130,13 @@ class MLA(nn.Module):
 
     def _absorbed_query(self, q_latent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """[T, q_lora_rank] -> [T, H, latent + rope]."""
-        query = self.q_b_proj(q_latent).unflatten(-1, (self._heads, -1))
-        nope, rope = query.split(self._q_dims, -1)
-        return torch.cat((self.kv_b_proj.absorb(nope), rotate_interleaved(rope, *angles)), -1)
+        projected: Tensor = self.q_b_proj(q_latent).unflatten(-1, (self._heads, -1))
+        nope, rope = projected.split(self._q_dims, -1)
+        query = projected.new_empty(*projected.shape[:2], sum(self._kv_dims))
+        latent_part, rope_part = query.split(self._kv_dims, -1)
+        self.kv_b_proj.absorb(nope, latent_part)
+        self._ops.rotate(rope, *angles, rope_part, interleaved=True)
+        return query
 
     def _select(
         self,

@@ -1,11 +1,11 @@
-"""The activation of a gated MLP; contract in `kernels/reference/gating.py`."""
+"""Elementwise steps of the MLPs; contracts in `kernels/reference/gating.py`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from echokv.kernels.reference.gating import check_gating_args
+from echokv.kernels.reference.gating import check_gating_args, check_sum_args
 from echokv.kernels.triton.numerics import round_to
 
 _BLOCK = 1024
@@ -20,6 +20,25 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def add_rounded(total: Tensor, more: Tensor) -> Tensor:
+    """total + more, both [T, D], in the dtype of more."""
+    check_sum_args(total, more)
+    out = torch.empty_like(more)
+    if more.numel():
+        _add_rounded[(triton.cdiv(more.numel(), _BLOCK),)](total, more, out, more.numel(), _BLOCK)
+    return out
+
+
+@triton.jit
+def _add_rounded(total, more, out, count, BLOCK: tl.constexpr):
+    """Program (piece)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    a = tl.load(total + at, mask=inside, other=0.0)
+    b = tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, round_to(a + b, out.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def _silu_mul(gate, up, out, count, BLOCK: tl.constexpr):
     """Program (piece)."""
@@ -32,6 +51,10 @@ def _silu_mul(gate, up, out, count, BLOCK: tl.constexpr):
 
 
 COMPILE_SIGNATURES = (
+    (
+        _add_rounded,
+        {"total": "*fp32", "more": "*bf16", "out": "*bf16", "count": "i32:16", "BLOCK": _BLOCK},
+    ),
     (
         _silu_mul,
         {"gate": "*bf16", "up": "*bf16", "out": "*bf16", "count": "i32:16", "BLOCK": _BLOCK},
