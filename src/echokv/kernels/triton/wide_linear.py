@@ -26,20 +26,20 @@ def wide_linear(x: Tensor, weight: Tensor, factor: float) -> Tensor:
         return reference.wide_linear(x, weight, factor)
     out = torch.empty(tokens, weight.shape[0], dtype=torch.float32, device=x.device)
     _wide_linear[(weight.shape[0], triton.cdiv(tokens, _TOKENS))](
-        x, weight, out, tokens, size, weight.shape[0], factor, _TOKENS, _COLUMNS
+        x, weight, out, tokens, weight.shape[0], factor, size, _TOKENS, _COLUMNS
     )
     return out
 
 
 @triton.jit
 def _wide_linear(
-    x,  # [T, size]
-    weight,  # [outputs, size]
+    x,  # [T, SIZE]
+    weight,  # [outputs, SIZE]
     out,  # [T, outputs]
     tokens,
-    size,
     outputs,
     factor,
+    SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -48,10 +48,10 @@ def _wide_linear(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, COLUMNS)
     sums = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for start in range(0, size, COLUMNS):
-        inside = start + column < size
-        w = tl.load(weight + output.to(tl.int64) * size + start + column, mask=inside, other=0.0)
-        at = token[:, None].to(tl.int64) * size + start + column[None, :]
+    for start in range(0, SIZE, COLUMNS):
+        inside = start + column < SIZE
+        w = tl.load(weight + output.to(tl.int64) * SIZE + start + column, mask=inside, other=0.0)
+        at = token[:, None].to(tl.int64) * SIZE + start + column[None, :]
         mask = (token[:, None] < tokens) & inside[None, :]
         sums += tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * w[None, :]
     total = tl.sum(sums, axis=1) * factor
@@ -61,7 +61,7 @@ def _wide_linear(
 COMPILE_SIGNATURES = (
     (
         _wide_linear,
-        {"x": "*bf16", "weight": "*fp32", "out": "*fp32", "tokens": "i32", "size": "i32:16",
-         "outputs": "i32:16", "factor": "fp32", "TOKENS": _TOKENS, "COLUMNS": _COLUMNS},
+        {"x": "*bf16", "weight": "*fp32", "out": "*fp32", "tokens": "i32",
+         "outputs": "i32:16", "factor": "fp32", "SIZE": 7168, "TOKENS": _TOKENS, "COLUMNS": _COLUMNS},
     ),
 )  # fmt: skip
