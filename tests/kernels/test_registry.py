@@ -15,8 +15,8 @@ from echokv.kernels.registry import (
     BACKENDS,
     OPS,
     Fp8Kernels,
-    ModelKernels,
     Kernels,
+    ModelKernels,
     folder_of,
     load_kernels,
 )

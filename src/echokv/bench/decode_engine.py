@@ -5,6 +5,7 @@ scheduler that takes every prompt as computed, and, where asked for, replayed se
 """
 
 import dataclasses
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -177,9 +178,13 @@ class DecodeEngine:
             self.engine.add_request(f"{name}-{number}", tokens, params)
 
     def close(self) -> None:
-        """Free the pools; the model stays."""
+        """Free the pools, for another engine to take; the model stays."""
         synchronise(self.loaded.device)
         self.engine.close()
+        del self.engine, self.selector, self._indexer
+        if self.loaded.device.type == "cuda":
+            gc.collect()  # graphs and pools hang on cycles
+            torch.cuda.empty_cache()
 
     def _keep_selector(self, indexer: Indexer, source: SelectionSource | None) -> TokenSelector:
         self._indexer = indexer

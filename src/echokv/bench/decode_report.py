@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from echokv.bench.decode import StepTimer, cache_figures, name_of, spread
+from echokv.bench.decode import StepTimer, cache_figures, spread
 from echokv.bench.decode_engine import DecodeEngine, LoadedModel
 from echokv.bench.decode_replay import ReplaySelector
 
@@ -141,5 +141,3 @@ _ROWS: tuple[tuple[str, Any], ...] = (
     ("host pool, tokens", _number("host_pool_tokens", ",d")),
     ("HBM for KV, GB", _bytes),
 )
-
-__all__ = ["name_of", "ratios", "render", "run_figures", "step_figures", "variant_figures"]

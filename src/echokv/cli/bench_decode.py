@@ -7,10 +7,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from echokv.config import EngineConfig
-from echokv.errors import ConfigError, EchoKVError
+from echokv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from echokv.bench.decode_engine import DecodeEngine, LoadedModel, PoolSizes
+    from echokv.bench.decode_engine import LoadedModel, PoolSizes
     from echokv.bench.decode_replay import SelectionSource
 
 
@@ -268,67 +268,28 @@ def _sizes(
 
 
 def _steps(args: argparse.Namespace, loaded: "LoadedModel") -> dict[str, dict[str, Any]]:
-    from echokv.bench import decode_report
-    from echokv.bench.decode import MAX_FILL_STEPS, measure_steps
-    from echokv.bench.decode_engine import DecodeEngine
+    from echokv.bench.decode_run import Steps, run_steps
 
-    room = MAX_FILL_STEPS + args.warmup_steps + args.rounds * (args.steps + 1) + 2
-    longest = _context_range(args.context_len)[1] + room
-    engines = [
-        DecodeEngine(
-            loaded, _sizes(args, loaded, offload=way, longest=longest), _source(args, loaded)
-        )
-        for way in _ways(args)
-    ]
-    timers = measure_steps(
-        engines,
-        _context_lens(args.context_len, engines[0].sizes.batch),
+    how = Steps(
         steps=args.steps,
         rounds=args.rounds,
         warmup_steps=args.warmup_steps,
+        profile=args.profile,
     )
-    variants = {
-        decode_report.name_of(timer.decode.sizes): decode_report.variant_figures(timer.decode)
-        | decode_report.step_figures(timer)
-        for timer in timers
-    }
-    if args.profile:
-        for timer in timers:
-            _print_profile(timer.decode, timer.device_step, args.profile)
-    for decode in engines:
-        decode.close()
-    if len({str(sorted(timer.tokens.items())) for timer in timers}) > 1:
-        raise EchoKVError(
-            "the offloaded engine decoded other tokens than the resident one: no time of it counts"
-        )
-    return variants
+    longest = _context_range(args.context_len)[1] + how.room
+    variants = [_sizes(args, loaded, offload=way, longest=longest) for way in _ways(args)]
+    lengths = _context_lens(args.context_len, variants[0].batch)
+    return run_steps(loaded, variants, lambda _: _source(args, loaded), lengths, how)
 
 
 def _all_at_once(args: argparse.Namespace, loaded: "LoadedModel") -> dict[str, dict[str, Any]]:
-    from echokv.bench import decode_report
-    from echokv.bench.decode import run_all
-    from echokv.bench.decode_engine import DecodeEngine
+    from echokv.bench.decode_run import run_throughput
 
     longest = _context_range(args.context_len)[1] + args.output_len
-    variants = {}
-    for way in _ways(args):
-        sizes = _sizes(args, loaded, offload=way, longest=longest)
-        decode = DecodeEngine(loaded, sizes, _source(args, loaded))
-        lengths = _context_lens(args.context_len, args.num_requests or sizes.batch)
-        figures = run_all(decode, lengths, args.output_len)
-        variants[decode_report.name_of(sizes)] = decode_report.variant_figures(decode) | figures
-        decode.close()
-    return variants
-
-
-def _print_profile(decode: "DecodeEngine", run: Any, count: int) -> None:
-    from echokv.bench.decode import name_of
-    from echokv.bench.decode_step import kernel_times
-
-    steps = 5
-    times = kernel_times(run, steps)
-    total = sum(us for _, us, _ in times)
-    launches = sum(number for _, _, number in times)
-    print(f"{name_of(decode.sizes)}: {total:.0f} us and {launches:.0f} kernels a step on the GPU")
-    for name, us, number in times[:count]:
-        print(f"{us:9.1f} us {number:7.1f} x {us / number:7.2f} us  {name[:100]}")
+    variants = [_sizes(args, loaded, offload=way, longest=longest) for way in _ways(args)]
+    lengths = [
+        _context_lens(args.context_len, args.num_requests or sizes.batch) for sizes in variants
+    ]
+    return run_throughput(
+        loaded, variants, lambda _: _source(args, loaded), lengths, args.output_len
+    )

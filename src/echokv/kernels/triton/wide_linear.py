@@ -61,7 +61,7 @@ def _wide_linear(
 COMPILE_SIGNATURES = (
     (
         _wide_linear,
-        {"x": "*bf16", "weight": "*fp32", "out": "*fp32", "tokens": "i32",
-         "outputs": "i32:16", "factor": "fp32", "SIZE": 7168, "TOKENS": _TOKENS, "COLUMNS": _COLUMNS},
+        {"x": "*bf16", "weight": "*fp32", "out": "*fp32", "tokens": "i32", "outputs": "i32:16",
+         "factor": "fp32", "SIZE": 7168, "TOKENS": _TOKENS, "COLUMNS": _COLUMNS},
     ),
 )  # fmt: skip
