@@ -65,9 +65,11 @@ def test_residual_then_norm(backend: Any, dtype: torch.dtype, tokens: int, dim: 
 def test_mla_latents(
     backend: Any, dtype: torch.dtype, tokens: int, q_rank: int, latent: int, half: int
 ) -> None:
-    q_a, kv_a = noise(tokens, q_rank, dtype=dtype), noise(tokens, latent + 2 * half, dtype=dtype)
+    both = noise(tokens, q_rank + latent + 2 * half + 7, dtype=dtype).to(backend.device)
+    views = both[:, 7 : 7 + q_rank], both[:, 7 + q_rank :]  # as a joined product leaves them
+    q_a, kv_a = (view.cpu() for view in views)
     q_weight, kv_weight, (cos, sin) = noise(q_rank), noise(latent), angles(tokens, half)
-    there = [t.to(backend.device) for t in (q_a, kv_a, q_weight, kv_weight)]
+    there = [*views, q_weight.to(backend.device), kv_weight.to(backend.device)]
     turns = [t.to(backend.device) for t in (cos, sin)]
     got = backend.op("mla_latents")(*there, 1e-6, *turns)
     assert_close(got[0], rms(q_a, q_weight, 1e-6), dtype)
@@ -82,9 +84,10 @@ def test_mla_latents(
 def test_index_keys(
     backend: Any, dtype: torch.dtype, interleaved: bool, tokens: int, dim: int, half: int
 ) -> None:
-    keys, weight, bias = noise(tokens, dim, dtype=dtype), noise(dim), noise(dim)
+    view = noise(tokens, dim + 5, dtype=dtype).to(backend.device)[:, 5:]
+    keys, weight, bias = view.cpu(), noise(dim), noise(dim)
     cos, sin = angles(tokens, half)
-    there = [t.to(backend.device) for t in (keys, weight, bias)]
+    there = [view, weight.to(backend.device), bias.to(backend.device)]
     turns = [t.to(backend.device) for t in (cos, sin)]
     got = backend.op("index_key_rows")(*there, 1e-6, *turns, interleaved=interleaved)
     wide = keys.double()
@@ -120,10 +123,30 @@ def test_rotation_of_views(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_copies_the_rest_of_a_head(
+    backend: Any, dtype: torch.dtype, interleaved: bool
+) -> None:
+    tokens, heads, half, dim = 3, 17, 8, 45
+    whole = noise(tokens, heads * dim + 9, dtype=dtype).to(backend.device)
+    x = whole[:, 9:].unflatten(1, (heads, dim))
+    out = torch.full((tokens, heads, dim), torch.nan, dtype=dtype, device=backend.device)
+    cos, sin = angles(tokens, half)
+    turns = [t.to(backend.device) for t in (cos, sin)]
+    backend.op("rotate")(x, *turns, out, interleaved=interleaved)
+    expected = turned(x[..., : 2 * half].cpu(), cos, sin, interleaved=interleaved)
+    assert_close(out[..., : 2 * half], expected, dtype)
+    assert torch.equal(out[..., 2 * half :], x[..., 2 * half :])
+    with pytest.raises(ValueError, match=r"x must be \[T, H, 16 or more\]"):
+        backend.op("rotate")(x[..., :15], *turns, out[..., :15], interleaved=interleaved)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens, dim", [(0, 8), (1, 1), (3, 1025)])
 def test_gating(backend: Any, dtype: torch.dtype, tokens: int, dim: int) -> None:
-    gate, up = noise(tokens, dim, dtype=dtype), noise(tokens, dim, dtype=dtype)
-    got = backend.op("silu_mul")(gate.to(backend.device), up.to(backend.device))
+    both = noise(tokens, 2 * dim, dtype=dtype).to(backend.device)
+    got = backend.op("silu_mul")(*both.chunk(2, -1))
+    gate, up = both.cpu().chunk(2, -1)
     assert_close(got, gate.double() * gate.double().sigmoid() * up.double(), dtype)
 
 

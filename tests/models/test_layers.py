@@ -29,8 +29,7 @@ def test_rms_norm(dtype: torch.dtype, dim: int) -> None:
 
 def test_gated_mlp() -> None:
     mlp, x = filled(GatedMLP(48, 80, torch.float32)), 0.1 * sample(5, 48)
-    gate = x.double() @ mlp.gate_proj.weight.double().T
-    up = x.double() @ mlp.up_proj.weight.double().T
+    gate, up = (x.double() @ place.double().T for place in mlp.places().values())
     expected = (gate * gate.sigmoid() * up) @ mlp.down_proj.weight.double().T
     torch.testing.assert_close(mlp(x).double(), expected, rtol=1e-4, atol=1e-3)
 

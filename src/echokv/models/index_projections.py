@@ -1,4 +1,4 @@
-"""From hidden states to the indexer's queries, keys and head weights (DeepSeek-V3.2, section 2.1).
+"""The indexer's queries, keys and head weights, as a layer makes them (DeepSeek-V3.2, section 2.1).
 
 Follows DeepSeek's reference code as fixed in November 2025: half-split rope for V3.2 and head
 weights in float32. GLM rotates interleaved (`RopeConfig.indexer_interleaved`).
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from echokv.config import ModelConfig
 from echokv.kernels.registry import ModelKernels
 from echokv.models.layers import LayerNorm, weight
-from echokv.models.matrices import Matrices
 
 KEY_NORM_EPS = 1e-6
 
@@ -30,41 +29,55 @@ class HeadWeights(nn.Module):
 
 
 class IndexProjections(nn.Module):
-    """The indexer's weights in one layer."""
+    """The indexer's part in one layer; the layer joins its two projections with its own.
 
-    def __init__(self, config: ModelConfig, matrices: Matrices) -> None:
+    Args:
+        config: shapes.
+        ops: what stands between the products.
+    """
+
+    def __init__(self, config: ModelConfig, ops: ModelKernels) -> None:
         super().__init__()
         heads, dim = config.index_n_heads, config.index_head_dim
-        self.wq_b = matrices.linear("wq_b", config.q_lora_rank, heads * dim)
-        self.wk = matrices.linear("wk", config.hidden_size, dim)
         self.k_norm = LayerNorm(dim)
-        self.weights_proj = HeadWeights(config.hidden_size, heads, matrices.ops)
-        self._heads, self._rope_dim = heads, config.qk_rope_head_dim
+        self.weights_proj = HeadWeights(config.hidden_size, heads, ops)
+        self._shape = (heads, dim)
         self._interleaved = config.rope.indexer_interleaved
-        self._ops = matrices.ops
+        self._ops = ops
 
-    def forward(
-        self, x: Tensor, q_latent: Tensor, angles: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project and rotate; the first qk_rope_head_dim dimensions carry the position.
+    def query(
+        self, x: Tensor, projected: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate the query; the first rope dimensions of a head carry the position.
 
         Args:
             x: [T, hidden], the layer's normed input.
-            q_latent: [T, q_lora_rank], normed.
+            projected: [T, H * D], wq_b of the query's latent.
             angles: cosines and sines, each [T, rope_dim / 2].
 
         Returns:
-            query [T, H, D], keys [T, D], weights [T, H] float32.
+            query [T, H, D], weights [T, H] float32.
         """
-        query = self.wq_b(q_latent).unflatten(-1, (self._heads, -1))
-        rope = query[..., : self._rope_dim]
-        self._ops.rotate(rope, *angles, rope, interleaved=self._interleaved)
-        keys = self._ops.index_key_rows(
-            self.wk(x),
+        heads = projected.unflatten(-1, self._shape)
+        query = heads.new_empty(heads.shape)
+        self._ops.rotate(heads, *angles, query, interleaved=self._interleaved)
+        return query, self.weights_proj(x)
+
+    def keys(self, projected: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Norm and rotate the keys.
+
+        Args:
+            projected: [T, D], wk of the layer's normed input.
+            angles: cosines and sines, each [T, rope_dim / 2].
+
+        Returns:
+            [T, D].
+        """
+        return self._ops.index_key_rows(
+            projected,
             self.k_norm.weight,
             self.k_norm.bias,
             KEY_NORM_EPS,
             *angles,
             interleaved=self._interleaved,
         )
-        return query, keys, self.weights_proj(x)

@@ -80,7 +80,7 @@ class LayerNorm(nn.Module):
         self.bias = weight(dim, dtype=torch.float32)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Stacked):
     """down(silu(gate(x)) * up(x)): dense layers and shared experts."""
 
     def __init__(
@@ -92,11 +92,22 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self._ops = ops
-        self.gate_proj = Linear(hidden_size, intermediate_size, dtype)
-        self.up_proj = Linear(hidden_size, intermediate_size, dtype)
+        self.gate_up_proj = weight(2 * intermediate_size, hidden_size, dtype=dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        out: Tensor = self.down_proj(self._ops.silu_mul(self.gate_proj(x), self.up_proj(x)))
+        """[T, hidden] -> [T, hidden].
+
+        One product on a GPU; two on a CPU, where an output's bits may depend on the shape.
+        """
+        if x.is_cuda:
+            gate, up = functional.linear(x, self.gate_up_proj).chunk(2, -1)
+        else:
+            gate, up = (functional.linear(x, half) for half in self.gate_up_proj.chunk(2))
+        out: Tensor = self.down_proj(self._ops.silu_mul(gate, up))
         return out
+
+    def places(self) -> dict[str, Tensor]:
+        """See `Stacked`."""
+        gate, up = self.gate_up_proj.chunk(2)
+        return {"gate_proj.weight": gate, "up_proj.weight": up}

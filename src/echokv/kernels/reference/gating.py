@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from echokv.kernels.checks import FLOATS, check_tensor
+from echokv.kernels.checks import FLOATS, check_rows, check_tensor
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, the activation rounded before the product.
 
     Args:
-        gate: [T, D] float.
+        gate: [T, D] float; rows at any distance.
         up: like gate.
     """
     check_gating_args(gate, up)
@@ -34,8 +34,8 @@ def add_rounded(total: Tensor, more: Tensor) -> Tensor:
 
 def check_gating_args(gate: Tensor, up: Tensor) -> None:
     """Raise ValueError unless `silu_mul` can take these."""
-    check_tensor("gate", gate, (None, None), FLOATS)
-    check_tensor("up", up, tuple(gate.shape), gate.dtype, device=gate.device)
+    check_rows("gate", gate, (None, None), FLOATS)
+    check_rows("up", up, tuple(gate.shape), gate.dtype, device=gate.device)
 
 
 def check_sum_args(total: Tensor, more: Tensor) -> None:

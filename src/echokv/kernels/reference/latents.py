@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from echokv.kernels.checks import FLOATS, check_tensor
+from echokv.kernels.checks import FLOATS, check_rows, check_tensor
 from echokv.kernels.reference.norms import rms_norm
 from echokv.kernels.reference.rotary import check_angles, rotated
 
@@ -21,8 +21,8 @@ def mla_latents(
     """The query's latent and a row's two parts.
 
     Args:
-        q_a: [T, q_rank] float, projected.
-        kv_a: [T, latent + rope], projected.
+        q_a: [T, q_rank] float, projected; rows at any distance.
+        kv_a: [T, latent + rope], likewise.
         q_weight: [q_rank] float32, of the norm.
         kv_weight: [latent] float32, of the norm.
         eps: of both norms.
@@ -36,7 +36,7 @@ def mla_latents(
     check_latent_args(q_a, kv_a, q_weight, kv_weight, cos, sin)
     latent, rope = kv_a.split((kv_weight.shape[0], 2 * cos.shape[1]), -1)
     return (
-        rms_norm(q_a, q_weight, eps),
+        rms_norm(q_a.contiguous(), q_weight, eps),
         rms_norm(latent.contiguous(), kv_weight, eps),
         rotated(rope, cos, sin, interleaved=True),
     )
@@ -55,7 +55,7 @@ def index_key_rows(
     """LayerNorm, then rotation of the first rope dimensions.
 
     Args:
-        keys: [T, D] float, projected.
+        keys: [T, D] float, projected; rows at any distance.
         weight: [D] float32.
         bias: [D] float32.
         eps: added to the variance.
@@ -78,10 +78,10 @@ def check_latent_args(
 ) -> None:
     """Raise ValueError unless `mla_latents` can take these."""
     tokens, device = q_a.shape[0], q_a.device
-    check_tensor("q_a", q_a, (None, q_weight.shape[0]), FLOATS)
+    check_rows("q_a", q_a, (None, q_weight.shape[0]), FLOATS)
     check_angles(cos, sin, tokens, device)
     width = kv_weight.shape[0] + 2 * cos.shape[1]
-    check_tensor("kv_a", kv_a, (tokens, width), q_a.dtype, device=device)
+    check_rows("kv_a", kv_a, (tokens, width), q_a.dtype, device=device)
     for name, weight in (("q_weight", q_weight), ("kv_weight", kv_weight)):
         check_tensor(name, weight, (None,), torch.float32, device=device)
 
@@ -90,7 +90,7 @@ def check_index_key_args(
     keys: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor
 ) -> None:
     """Raise ValueError unless `index_key_rows` can take these."""
-    check_tensor("keys", keys, (None, weight.shape[0]), FLOATS)
+    check_rows("keys", keys, (None, weight.shape[0]), FLOATS)
     check_angles(cos, sin, keys.shape[0], keys.device)
     for name, parameter in (("weight", weight), ("bias", bias)):
         check_tensor(name, parameter, (keys.shape[1],), torch.float32, device=keys.device)

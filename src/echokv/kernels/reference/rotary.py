@@ -7,17 +7,19 @@ from echokv.kernels.checks import FLOATS, check_tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool) -> None:
-    """Rotate every head's rope part, and write it where it is wanted.
+    """Rotate the first dimensions of every head, and write all of them where they are wanted.
 
     Args:
-        x: [T, H, rope] float; a view whose last dimension is contiguous.
-        cos: [T, rope / 2] float32.
+        x: [T, H, D] float; a view whose last dimension is contiguous.
+        cos: [T, rope / 2] float32, rope <= D.
         sin: likewise.
         out: like x; may be x itself.
         interleaved: pairs (x0, x1), (x2, x3), ...; else (x0, x[rope / 2]), ...
     """
     check_rotate_args(x, cos, sin, out)
-    out.copy_(rotated(x, cos, sin, interleaved=interleaved))
+    rope = 2 * cos.shape[1]
+    out[..., :rope].copy_(rotated(x[..., :rope], cos, sin, interleaved=interleaved))
+    out[..., rope:].copy_(x[..., rope:])
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
@@ -39,8 +41,8 @@ def _broadcast(table: Tensor, x: Tensor) -> Tensor:
 def check_rotate_args(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     """Raise ValueError unless `rotate` can take these."""
     check_angles(cos, sin, x.shape[0], x.device)
-    if x.dim() != 3 or x.shape[2] != 2 * cos.shape[1]:
-        raise ValueError(f"x must have shape [T, H, {2 * cos.shape[1]}], got {list(x.shape)}")
+    if x.dim() != 3 or x.shape[2] < 2 * cos.shape[1]:
+        raise ValueError(f"x must be [T, H, {2 * cos.shape[1]} or more], got {list(x.shape)}")
     if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
             f"out must be like x, {x.dtype} {list(x.shape)}, got {out.dtype} {list(out.shape)}"

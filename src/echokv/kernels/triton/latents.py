@@ -1,6 +1,5 @@
 """Norms and rotations of a layer's latents; contracts in `kernels/reference/latents.py`."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,14 +22,15 @@ def mla_latents(
     check_latent_args(q_a, kv_a, q_weight, kv_weight, cos, sin)
     tokens, half = cos.shape
     q_rank, latent_dim = q_weight.shape[0], kv_weight.shape[0]
-    q_latent = torch.empty_like(q_a)
+    q_latent = q_a.new_empty(tokens, q_rank)
     latent = kv_a.new_empty(tokens, latent_dim)
     k_rope = kv_a.new_empty(tokens, 2 * half)
     if tokens:
         block = triton.next_power_of_2(max(q_rank, latent_dim))
         _mla_latents[(tokens, 2)](
             q_a, kv_a, q_weight, kv_weight, cos, sin, q_latent, latent, k_rope,
-            q_rank, latent_dim, half, eps, block, triton.next_power_of_2(half),
+            q_rank, latent_dim, half, q_a.stride(0), kv_a.stride(0), eps, block,
+            triton.next_power_of_2(half),
         )  # fmt: skip
     return q_latent, latent, k_rope
 
@@ -48,10 +48,10 @@ def index_key_rows(
     """LayerNorm of keys [T, D], their first dimensions rotated."""
     check_index_key_args(keys, weight, bias, cos, sin)
     tokens, half = cos.shape
-    out = torch.empty_like(keys)
+    out = keys.new_empty(keys.shape)
     if tokens:
         _index_key_rows[(tokens,)](
-            keys, weight, bias, cos, sin, out, keys.shape[1], half, eps,
+            keys, weight, bias, cos, sin, out, keys.shape[1], half, keys.stride(0), eps,
             triton.next_power_of_2(keys.shape[1]), interleaved, num_warps=1,
         )  # fmt: skip
     return out
@@ -70,8 +70,8 @@ def _norm_row(x, weight, out, size, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mla_latents(
-    q_a,  # [T, q_rank]
-    kv_a,  # [T, latent_dim + 2 * half]
+    q_a,  # [T, q_rank], rows q_stride apart
+    kv_a,  # [T, latent_dim + 2 * half], rows kv_stride apart
     q_weight,  # [q_rank]
     kv_weight,  # [latent_dim]
     cos,  # [T, half]
@@ -82,6 +82,8 @@ def _mla_latents(
     q_rank,
     latent_dim,
     half,
+    q_stride,
+    kv_stride,
     eps,
     BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -89,9 +91,9 @@ def _mla_latents(
     """Program (token, part): the query's latent, or the row."""
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
-        _norm_row(q_a + token * q_rank, q_weight, q_latent + token * q_rank, q_rank, eps, BLOCK)
+        _norm_row(q_a + token * q_stride, q_weight, q_latent + token * q_rank, q_rank, eps, BLOCK)
     else:
-        row = kv_a + token * (latent_dim + 2 * half)
+        row = kv_a + token * kv_stride
         _norm_row(row, kv_weight, latent + token * latent_dim, latent_dim, eps, BLOCK)
         pair = tl.arange(0, PAIRS)
         inside = pair < half
@@ -103,7 +105,7 @@ def _mla_latents(
 
 @triton.jit
 def _index_key_rows(
-    keys,  # [T, size]
+    keys,  # [T, size], rows stride apart
     weight,  # [size]
     bias,  # [size]
     cos,  # [T, half]
@@ -111,6 +113,7 @@ def _index_key_rows(
     out,  # [T, size] out
     size,
     half,
+    stride,
     eps,
     BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -122,7 +125,7 @@ def _index_key_rows(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    row = keys + token * size
+    row = keys + token * stride
     value = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(value, axis=0) / size
     centred = tl.where(inside, value - mean, 0.0)
@@ -160,13 +163,14 @@ COMPILE_SIGNATURES = (
         _mla_latents,
         {"q_a": "*bf16", "kv_a": "*bf16", "q_weight": "*fp32", "kv_weight": "*fp32", **_ANGLES,
          "q_latent": "*bf16", "latent": "*bf16", "k_rope": "*bf16", "q_rank": "i32:16",
-         "latent_dim": "i32:16", "half": "i32:16", "eps": "fp32", "BLOCK": 2048, "PAIRS": 32},
+         "latent_dim": "i32:16", "half": "i32:16", "q_stride": "i32:16", "kv_stride": "i32:16",
+         "eps": "fp32", "BLOCK": 2048, "PAIRS": 32},
     ),
     *(
         (
             _index_key_rows,
             {"keys": "*bf16", "weight": "*fp32", "bias": "*fp32", **_ANGLES, "out": "*bf16",
-             "size": "i32:16", "half": "i32:16", "eps": "fp32", "BLOCK": 128,
+             "size": "i32:16", "half": "i32:16", "stride": "i32:16", "eps": "fp32", "BLOCK": 128,
              "INTERLEAVED": interleaved},
             {"num_warps": 1},
         )

@@ -11,14 +11,17 @@ _HEADS = 16  # of one program
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool) -> None:
-    """Rotate x [T, H, rope] into out, which may be x."""
+    """Rotate the first dimensions of x [T, H, D] into out, which may be x, and copy the others."""
     check_rotate_args(x, cos, sin, out)
-    tokens, heads, rope = x.shape
+    tokens, heads, dim = x.shape
+    half = cos.shape[1]
     if x.numel() == 0:
         return
+    rest = 0 if x.data_ptr() == out.data_ptr() else dim - 2 * half
     _rotate[(tokens, triton.cdiv(heads, _HEADS))](
-        x, cos, sin, out, heads, rope // 2, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-        _HEADS, triton.next_power_of_2(rope // 2), interleaved, num_warps=1,
+        x, cos, sin, out, heads, half, rest, x.stride(0), x.stride(1), out.stride(0),
+        out.stride(1), _HEADS, triton.next_power_of_2(half),
+        triton.next_power_of_2(rest) if rest else 0, interleaved, num_warps=1,
     )  # fmt: skip
 
 
@@ -39,18 +42,20 @@ def rotate_pairs(at, target, cos, sin, pair, mask, half, INTERLEAVED: tl.constex
 
 @triton.jit
 def _rotate(
-    x,  # [T, H, 2 * half]
+    x,  # [T, H, 2 * half + rest]
     cos,  # [T, half]
     sin,  # [T, half]
-    out,  # [T, H, 2 * half]
+    out,  # [T, H, 2 * half + rest]
     heads,
     half,
+    rest,
     x_token,  # strides
     x_head,
     out_token,
     out_head,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    REST: tl.constexpr,  # 0: nothing to copy
     INTERLEAVED: tl.constexpr,
 ):
     """Program (token, block of heads)."""
@@ -63,15 +68,20 @@ def _rotate(
     at = x + token * x_token + head * x_head
     target = out + token * out_token + head * out_head
     rotate_pairs(at, target, c, s, pair, mask, half, INTERLEAVED)
+    if REST > 0:
+        column = tl.arange(0, REST)[None, :]
+        mask = (head < heads) & (column < rest)
+        tl.store(target + 2 * half + column, tl.load(at + 2 * half + column, mask=mask), mask=mask)
 
 
 COMPILE_SIGNATURES = tuple(
     (
         _rotate,
         {"x": "*bf16", "cos": "*fp32", "sin": "*fp32", "out": "*bf16", "heads": "i32:16",
-         "half": "i32:16", "x_token": "i32:16", "x_head": "i32:16", "out_token": "i32:16",
-         "out_head": "i32:16", "HEADS": _HEADS, "PAIRS": 32, "INTERLEAVED": interleaved},
+         "half": "i32:16", "rest": "i32:16", "x_token": "i32:16", "x_head": "i32:16",
+         "out_token": "i32:16", "out_head": "i32:16", "HEADS": _HEADS, "PAIRS": 32, "REST": rest,
+         "INTERLEAVED": interleaved},
         {"num_warps": 1},
     )
-    for interleaved in (False, True)
+    for interleaved, rest in ((False, 64), (True, 64), (True, 0))
 )  # fmt: skip
