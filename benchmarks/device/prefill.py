@@ -1,0 +1,183 @@
+"""A prompt longer than the device pool: chunked prefill of 100,000 tokens over 50,000 device slots.
+
+    python benchmarks/device/prefill.py --output prefill.json                # on a GPU
+    python benchmarks/device/prefill.py --small --output small.json          # anywhere
+
+Few layers of DeepSeek-V3.2's shapes, random weights, the product's engine. The same prompt runs
+offloaded and resident; it counts only if both give the same tokens and, byte for byte, the same
+rows: in host memory offloaded, in HBM resident. `--small` runs the same code at toy sizes; its
+times mean nothing.
+"""
+
+import argparse
+import dataclasses
+import gc
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echokv.bench import decode_report, report
+from echokv.bench.decode_engine import LoadedModel, synchronise
+from echokv.bench.decode_preset import preset_config
+from echokv.config import EngineConfig
+from echokv.engine.build import EngineHooks
+from echokv.engine.engine import Engine
+from echokv.engine.sampling_params import SamplingParams
+from echokv.memory.slots import BLOCK_TOKENS, blocks_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Sizes of the run."""
+
+    preset: str
+    layers: int
+    dense_layers: int
+    weights: str
+    prompt: int
+    device_pool: int
+    chunk: int
+    output: int = 8
+
+
+REAL = Scale(
+    preset="deepseek-v3.2-dp8-slice",
+    layers=3,
+    dense_layers=1,
+    weights="fp8",
+    prompt=100_000,
+    device_pool=50_000,
+    chunk=2048,
+)
+SMALL = Scale(
+    preset="small",
+    layers=2,
+    dense_layers=1,
+    weights="bf16",
+    prompt=1000,
+    device_pool=500,
+    chunk=128,
+)
+
+
+def main() -> int:
+    """Run both ways, write JSON, say what differed; 1 when anything did."""
+    options = _options()
+    scale = SMALL if options.small else REAL
+    raw = preset_config(
+        scale.preset,
+        num_layers=scale.layers,
+        dense_layers=scale.dense_layers,
+        weights=scale.weights,
+    )
+    with TemporaryDirectory(prefix="echokv-prefill-") as folder:
+        config = EngineConfig(model=folder, backend=options.backend, seed=1)
+        loaded = LoadedModel.make(raw, Path(folder), config)
+        generator = torch.Generator().manual_seed(0)
+        prompt = torch.randint(
+            loaded.config.vocab_size, (scale.prompt,), generator=generator
+        ).tolist()
+        figures, tokens, rows = {}, [], []
+        for offload in (True, False):
+            name = "offloaded" if offload else "resident"
+            figures[name], generated, written = prefill(loaded, scale, prompt, offload=offload)
+            tokens.append(generated)
+            rows.append(written)
+            print(f"{name}: {figures[name]}", flush=True)
+        same = {"tokens": tokens[0] == tokens[1], "rows": torch.equal(*rows)}
+        result = report.environment(options.commit) | {
+            "scale": dataclasses.asdict(scale),
+            "model": decode_report.run_figures(loaded, scale.preset),
+            "variants": figures,
+            "same": same,
+        }
+    report.write_json(options.output, result)
+    print(f"same tokens: {same['tokens']}, same rows: {same['rows']}; wrote {options.output}")
+    return 0 if all(same.values()) else 1
+
+
+def prefill(
+    loaded: LoadedModel, scale: Scale, prompt: list[int], *, offload: bool
+) -> tuple[dict[str, Any], list[int], Tensor]:
+    """One prompt through an engine of its own.
+
+    Returns:
+        figures, the tokens that follow, and the prompt's rows [L, prompt, row_bytes] on the CPU.
+    """
+    longest = blocks_for(len(prompt) + scale.output) * BLOCK_TOKENS
+    row_bytes = loaded.row_format.row_bytes * loaded.config.num_hidden_layers
+    config = dataclasses.replace(
+        loaded.engine_config,
+        offload=offload,
+        host_pool_gib=(longest * row_bytes + 0.5) / 2**30 if offload else None,
+        device_pool_tokens=scale.device_pool if offload else longest,
+        max_model_len=longest,
+        max_num_seqs=1,
+        max_num_batched_tokens=scale.chunk,
+        enable_prefix_caching=False,
+    )
+    engine = Engine(config, hooks=EngineHooks(model=loaded.model))
+    params = SamplingParams(max_tokens=scale.output, ignore_eos=True, temperature=0.0)
+    engine.add_request("prompt", prompt, params)
+    request = engine.scheduler.waiting[0]
+    tokens: list[int] = []
+    synchronise(loaded.device)
+    start = time.perf_counter()
+    first_token_s = blocks = None
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.token_ids
+        if request.block_ids:
+            blocks = list(request.block_ids)
+        if tokens and first_token_s is None:
+            first_token_s = time.perf_counter() - start
+    synchronise(loaded.device)
+    engine.cache.check()
+    assert first_token_s is not None and blocks is not None
+    counters = engine.cache.counters()
+    figures = {
+        "first_token_s": first_token_s,
+        "prompt_tokens_per_s": len(prompt) / first_token_s,
+        "device_pool_tokens": engine.cache.capacity,
+        "selected_rows_by_layer": [one.selected for one in counters],
+        "recalled_rows_by_layer": [one.recalled for one in counters],
+        "evicted_rows_by_layer": [one.evicted for one in counters],
+    }
+    rows = _rows(engine, loaded, blocks, len(prompt))
+    engine.close()
+    del engine
+    gc.collect()
+    if loaded.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return figures, tokens, rows
+
+
+def _rows(engine: Engine, loaded: LoadedModel, blocks: list[int], count: int) -> Tensor:
+    starts = torch.tensor(blocks)[:, None] * BLOCK_TOKENS
+    slots = (starts + torch.arange(BLOCK_TOKENS)).flatten()[:count]
+    layers = range(loaded.config.num_hidden_layers)
+    if engine.host_pool is not None:
+        return engine.host_pool.rows[:, slots].clone()
+    on_device = slots.to(loaded.device)
+    return torch.stack([engine.cache.rows(layer)[on_device].cpu() for layer in layers])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--commit", help="of the code that runs; default: the git checkout's")
+    parser.add_argument("--small", action="store_true", help="toy sizes, for a CPU")
+    parser.add_argument("--backend", default="auto", help="auto, reference, triton or cuda")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
