@@ -254,6 +254,9 @@ class EngineConfig:
     dtype: str = "auto"  # compute dtype: auto, float32 or bfloat16
     kv_cache_dtype: str = "auto"  # auto or a name of memory.formats.ROW_FORMATS
     index_key_dtype: str = "auto"  # auto or a name of memory.formats.INDEX_KEY_FORMATS
+    attention_kernel: str = "auto"  # of decode: a name of kernels.libraries.ATTENTION_KERNELS
+    gemm_kernel: str = "auto"  # with fp8 weights: a name of kernels.libraries.GEMM_KERNELS
+    indexer_kernel: str = "auto"  # a name of kernels.libraries.INDEXER_KERNELS
     host_pool_gib: float | None = None  # host pool, GiB per engine
     device_pool_tokens: int | None = None  # device pool, rows a layer
     offload: bool = True  # False: every row in HBM, no host pool (--no-offload)

@@ -131,6 +131,7 @@ class SparseAttention:
             selection.scores[rows],
             max_distinct=batch.num_context_rows,
         )
-        return self._kernels.sparse_mla(
-            query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale
-        )
+        # Pieces depend on the device pool, and in a prefill so would a library's bits.
+        attend = self._kernels.decode_mla if batch.is_decode else None
+        attend = attend or self._kernels.sparse_mla
+        return attend(query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale)

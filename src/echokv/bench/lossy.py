@@ -40,6 +40,10 @@ class LossySelector(ABC):
         self._exact = exact
         self._index_layers = model.config.index_layers
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """See `Indexer.begin_pass`."""
+        self._exact.begin_pass(batch)
+
     def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         """See `Indexer`."""
         self._exact.append(index_layer, keys, batch)

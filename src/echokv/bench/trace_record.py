@@ -55,6 +55,11 @@ class RankScores:
         self._wide = exact.with_topk(ranks[-1])
         self._columns = torch.tensor(ranks) - 1
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """See `Indexer.begin_pass`."""
+        self._exact.begin_pass(batch)
+        self._wide.begin_pass(batch)
+
     def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         """See `Indexer`."""
         self._exact.append(index_layer, keys, batch)

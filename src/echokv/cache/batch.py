@@ -31,6 +31,11 @@ class ForwardBatch:
     num_real_tokens: int  # rows [0, num_real_tokens) are real, the rest padding; on the CPU
 
     @property
+    def is_decode(self) -> bool:
+        """Whether every row is a request's only one."""
+        return self.num_tokens == self.block_tables.shape[0]
+
+    @property
     def num_tokens(self) -> int:
         """Rows in this pass, padding included."""
         return self.token_ids.shape[0]

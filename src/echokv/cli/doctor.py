@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +100,12 @@ def _hopper() -> dict[str, Any]:
     import torch
 
     from echokv.bench.report import package_version
+    from echokv.kernels.libraries import (
+        find_nvcc,
+        library_problem,
+        load_deep_gemm,
+        load_flash_mla,
+    )
 
     found = {name: package_version(name) for name in _HOPPER}
     missing = [name for name, version in found.items() if version is None]
@@ -112,13 +117,17 @@ def _hopper() -> dict[str, Any]:
         reasons.append(f"the device has capability {capability}, not 9.0")
     if missing:
         reasons.append(f"not installed: {', '.join(missing)} (pip install 'echokv[hopper]')")
-    if shutil.which("nvcc") is None:
-        reasons.append("no nvcc on PATH, which sgl-deep-gemm compiles with")
+    if find_nvcc() is None:
+        reasons.append("no nvcc on PATH or in CUDA_HOME, which sgl-deep-gemm compiles with")
     return {
         "available": not reasons,
         "packages": found,
-        "nvcc": shutil.which("nvcc"),
+        "nvcc": find_nvcc(),
         "reason": "; ".join(reasons) or None,
+        "libraries": {
+            "flashmla": library_problem(load_flash_mla) or "loads",
+            "deepgemm": library_problem(load_deep_gemm) or "loads",
+        },
     }
 
 
@@ -174,7 +183,8 @@ def _backend_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         for name, state in report["backends"].items()
     ]
     hopper = report["hopper"]
-    return [*rows, ("hopper wheels", "yes" if hopper["available"] else f"no: {hopper['reason']}")]
+    rows.append(("hopper wheels", "yes" if hopper["available"] else f"no: {hopper['reason']}"))
+    return [*rows, *hopper["libraries"].items()]
 
 
 def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:

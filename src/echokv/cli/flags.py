@@ -39,6 +39,22 @@ ENGINE_FLAGS = (
         help="kernels, one set per engine: auto, reference (PyTorch), triton or cuda (Hopper)",
     ),
     Flag(
+        names=("--attention-kernel",),
+        field="attention_kernel",
+        help="attention of decode steps: auto, flashmla (Hopper, fp8_ds_mla rows) or triton",
+    ),
+    Flag(
+        names=("--gemm-kernel",),
+        field="gemm_kernel",
+        help="products with block-fp8 weights: auto, deepgemm (Hopper), triton, or torch, which"
+        " converts the weights to --dtype when they are loaded",
+    ),
+    Flag(
+        names=("--indexer-kernel",),
+        field="indexer_kernel",
+        help="index scores: auto, deepgemm (Hopper, fp8 keys) or triton",
+    ),
+    Flag(
         names=("--device",),
         field="device",
         help="where the model runs, one device per engine: auto, cpu or cuda",

@@ -24,6 +24,7 @@ from echokv.engine.runner import ModelRunner
 from echokv.engine.scheduler import SchedulerLimits
 from echokv.engine.tokenizer import Tokenizer
 from echokv.indexer.indexer import Indexer, TokenSelector
+from echokv.kernels.libraries import LibraryRequest
 from echokv.kernels.registry import Kernels, load_kernels
 from echokv.log import get_logger
 from echokv.memory.byte_plan import BytePlan
@@ -124,7 +125,7 @@ def build_engine_parts(
     model_name = config.served_model_name or Path(config.model).resolve().name
     config, model_config, plan = plan_engine(config, weights_loaded=hooks.model is not None)
     device = torch.device(config.device)
-    kernels = load_kernels(config.backend, device)
+    kernels = load_kernels(config.backend, device, _libraries(config, model_config))
     tokenizer = Tokenizer.from_dir(config.model)
     model = hooks.model
     if model is None:
@@ -168,6 +169,22 @@ def build_engine_parts(
             model, context, token_tile=kernels.token_tile, device=device, graphs=graphs
         ),
         host_pool=host_pool,
+    )
+
+
+def _libraries(config: EngineConfig, model: ModelConfig) -> LibraryRequest:
+    """What the libraries' kernels would have to serve."""
+    has_fp8 = model.quant_block_size is not None and fp8_refusal(config, model) is None
+    return LibraryRequest(
+        attention=config.attention_kernel,
+        gemm=config.gemm_kernel,
+        indexer=config.indexer_kernel,
+        row_format=_row_format(config, model),
+        index_key_format=_index_key_format(config, model),
+        num_heads=model.num_attention_heads,
+        index_heads=model.index_n_heads,
+        dtype=getattr(torch, config.dtype),
+        fp8_weights=has_fp8,
     )
 
 

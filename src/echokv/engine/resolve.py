@@ -47,6 +47,7 @@ def fp8_refusal(config: EngineConfig, model: ModelConfig) -> str | None:
         f"its blocks are {model.quant_block_size}, not 128 x 128": (
             model.quant_block_size != _FP8_BLOCK
         ),
+        "--gemm-kernel is torch": config.gemm_kernel == "torch",
         f"--device is {config.device}": config.device != "cuda",
         "--backend is reference": config.backend == "reference",
         f"--dtype is {config.dtype}": config.dtype != "bfloat16",

@@ -6,7 +6,7 @@ matter.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,10 +41,20 @@ def rows_per_score_piece(max_context_len: int) -> int:
     return max(1, MAX_SCORE_BYTES // (4 * score_width(max_context_len)))
 
 
+def score_pieces(batch: ForwardBatch) -> list[slice]:
+    """The rows of a pass, cut so that the scores of each piece fit their bound."""
+    step = rows_per_score_piece(batch.max_context_len)
+    return [slice(start, start + step) for start in range(0, batch.num_tokens, step)]
+
+
 class TokenSelector(Protocol):
     """What a model asks of its indexer; `Indexer` is the product's one implementation."""
 
     topk: int  # entries of a selection
+
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """See `Indexer`."""
+        ...
 
     def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         """See `Indexer`."""
@@ -71,6 +81,7 @@ class Indexer:
         self._kernels = kernels
         self._pages = pages
         self._fmt = fmt
+        self._schedules: list[Any] = []
         self.topk = topk
 
     @property
@@ -81,6 +92,20 @@ class Indexer:
     def with_topk(self, topk: int) -> "Indexer":
         """An indexer over the same keys that selects another number of tokens."""
         return Indexer(self._kernels, self._pages, self._fmt, topk)
+
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """Prepare what the scores of all layers share; called before the first layer of a pass."""
+        scores = self._kernels.scheduled_scores
+        if scores is not None:
+            self._schedules = [
+                scores.schedule(
+                    batch.block_tables,
+                    batch.request_rows[rows],
+                    batch.context_lens[rows],
+                    batch.max_context_len,
+                )
+                for rows in score_pieces(batch)
+            ]
 
     def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         """Store the keys of this pass's tokens; padding is skipped.
@@ -103,10 +128,9 @@ class Indexer:
             weights: [T, H] float32, times H^-0.5 already.
             batch: the pass; its keys must have been appended.
         """
-        step = rows_per_score_piece(batch.max_context_len)
         pieces = [
-            self._select_rows(index_layer, query, weights, batch, slice(start, start + step))
-            for start in range(0, batch.num_tokens, step)
+            self._select_rows(index_layer, query, weights, batch, number, rows)
+            for number, rows in enumerate(score_pieces(batch))
         ]
         if len(pieces) == 1:
             return pieces[0]
@@ -123,19 +147,26 @@ class Indexer:
         query: Tensor,
         weights: Tensor,
         batch: ForwardBatch,
+        piece: int,
         rows: slice,
     ) -> Selection:
         request_rows, context_lens = batch.request_rows[rows], batch.context_lens[rows]
-        scores = self._kernels.index_scores(
-            query[rows],
-            weights[rows],
-            self._pages[index_layer],
-            self._fmt,
-            batch.block_tables,
-            request_rows,
-            context_lens,
-            batch.max_context_len,
-        )  # [t, W]
+        scheduled = self._kernels.scheduled_scores
+        keys = (self._pages[index_layer], self._fmt)
+        if scheduled is not None:
+            scores = scheduled.index_scores(
+                query[rows], weights[rows], *keys, self._schedules[piece]
+            )
+        else:
+            scores = self._kernels.index_scores(
+                query[rows],
+                weights[rows],
+                *keys,
+                batch.block_tables,
+                request_rows,
+                context_lens,
+                batch.max_context_len,
+            )  # [t, W]
         positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
         slots, selected = self._kernels.name_rows(
             positions, scores, request_rows, batch.block_tables

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from echokv.errors import KernelUnavailable
+from echokv.kernels.libraries import Choice, LibraryRequest, choose
 from echokv.log import get_logger
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 
@@ -54,6 +55,9 @@ OPS = {
 
 CUDA_OPS = ("topk", "recall")
 """Ops that have a CUDA C++ kernel; `--backend cuda` takes Triton's for the rest."""
+
+DEEPGEMM_OPS = ("fp8_linear", "fp8_gate_up", "fp8_experts")
+"""Ops that DeepGEMM can serve."""
 
 AUTO_ON_HOPPER = "triton"
 """What "auto" takes on Hopper. The CUDA kernels are faster in every case that
@@ -118,6 +122,30 @@ class FusedRecall(Protocol):
         *,
         num_ready: int,
     ) -> None: ...
+
+
+class DecodeMla(Protocol):
+    """Attention of decode steps, where a library does it; see `kernels/flashmla/decode_mla.py`."""
+
+    def __call__(
+        self, query: Tensor, rows: Tensor, device_slots: Tensor, fmt: RowFormat, scale: float
+    ) -> Tensor: ...
+
+
+class ScheduledScores(Protocol):
+    """Index scores with work cut up once a pass; see `kernels/deepgemm/index_scores.py`."""
+
+    def schedule(
+        self,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        context_lens: Tensor,
+        max_context_len: int,
+    ) -> Any: ...
+
+    def index_scores(
+        self, query: Tensor, weights: Tensor, pages: Tensor, fmt: IndexKeyFormat, schedule: Any
+    ) -> Tensor: ...
 
 
 class Fp8Kernels(Protocol):
@@ -210,6 +238,16 @@ class Kernels(Fp8Kernels, ModelKernels, Protocol):
     @property
     def fused(self) -> FusedRecall | None:
         """Lookup, free, allocate, recall and translate as one op, where the backend has it."""
+        ...
+
+    @property
+    def decode_mla(self) -> DecodeMla | None:
+        """`sparse_mla` for decode steps, where a library is faster; None: `sparse_mla` itself."""
+        ...
+
+    @property
+    def scheduled_scores(self) -> ScheduledScores | None:
+        """What computes index scores in the place of `index_scores`; None: nothing does."""
         ...
 
     def encode_rows(self, latent: Tensor, rope: Tensor, fmt: RowFormat) -> Tensor: ...
@@ -335,15 +373,19 @@ def reference_model_kernels() -> ModelKernels:
     return cast(ModelKernels, SimpleNamespace(**functions))
 
 
-def load_kernels(backend: str, device: torch.device) -> Kernels:
+def load_kernels(
+    backend: str, device: torch.device, libraries: LibraryRequest | None = None
+) -> Kernels:
     """Load every op of one backend for one device.
 
     Args:
         backend: "reference", "triton", "cuda", or "auto" (see `auto_backend`).
         device: where the tensors will live.
+        libraries: what other projects' kernels may serve; None: nothing.
 
     Raises:
-        KernelUnavailable: an unknown backend, or one that can't run on this device, and why.
+        KernelUnavailable: an unknown backend, or one that can't run on this device, and why; a
+            library that was asked for and can't serve.
     """
     chosen = auto_backend(device) if backend == "auto" else backend
     if chosen not in BACKENDS:
@@ -363,7 +405,36 @@ def load_kernels(backend: str, device: torch.device) -> Kernels:
         rest = ", ".join(op for op in OPS if op not in CUDA_OPS)
         logger.info("kernels: CUDA C++ for %s, fused recall; Triton for %s",
                     ", ".join(CUDA_OPS), rest)  # fmt: skip
-    return cast(Kernels, SimpleNamespace(name=chosen, token_tile=tile, fused=fused, **functions))
+    kernels = SimpleNamespace(
+        name=chosen,
+        token_tile=tile,
+        fused=fused,
+        decode_mla=None,
+        scheduled_scores=None,
+        **functions,
+    )
+    if libraries is not None:
+        for choice in choose(chosen, device, libraries):
+            _take(kernels, choice)
+    return cast(Kernels, kernels)
+
+
+def _take(kernels: SimpleNamespace, choice: Choice) -> None:
+    """Put a library's kernels in the place of ours, and say who serves what."""
+    why = "" if choice.refusal is None else f" ({choice.refusal})"
+    logger.info("kernels: %s by %s%s", choice.part, choice.kernel, why)
+    if choice.kernel == "flashmla":
+        from echokv.kernels.flashmla.decode_mla import FlashMla
+
+        kernels.decode_mla = FlashMla().decode_mla
+    elif choice.kernel == "deepgemm" and choice.part == "indexer":
+        from echokv.kernels.deepgemm.index_scores import DeepGemmScores
+
+        kernels.scheduled_scores = DeepGemmScores()
+    elif choice.kernel == "deepgemm":
+        for op in DEEPGEMM_OPS:
+            module = importlib.import_module(f"echokv.kernels.deepgemm.{OPS[op]}")
+            setattr(kernels, op, getattr(module, op))
 
 
 def auto_backend(device: torch.device) -> str:

@@ -102,6 +102,7 @@ class DeepseekV32(nn.Module):
         """
         assert self._token_tile in (None, batch.num_tokens), "the runner pads passes to the tile"
         context.attention.begin_pass()
+        context.indexer.begin_pass(batch)
         angles = self._rope.angles(batch.positions)
         hidden: Tensor = self.embed_tokens(batch.token_ids)
         delta: Tensor | None = None

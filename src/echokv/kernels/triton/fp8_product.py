@@ -87,7 +87,7 @@ def product(
         columns,
         width,
         scale.shape[-2],
-        x_scales.shape[0],
+        x_scales.stride(1),
         fan_out,
         steps,
         steps if INTERPRETED else 0,
@@ -111,15 +111,23 @@ def product(
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise [R, K] bfloat16 by groups of 128 columns: e4m3, and scales as [K / 128, R] fp32."""
+    """Quantise [R, K] bfloat16 by groups of 128 columns.
+
+    Returns:
+        [R, K] e4m3, and [R, K / 128] float32 scales that lie column by column, each padded to a
+        multiple of 4 (which is how DeepGEMM wants them).
+    """
     rows, width = x.shape
     values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(width // FP8_BLOCK, rows, dtype=torch.float32, device=x.device)
+    stride = triton.cdiv(rows, 4) * 4
+    scales = torch.empty(width // FP8_BLOCK, stride, dtype=torch.float32, device=x.device)
     if rows:
-        _quantise[(triton.cdiv(rows, _QUANTISE_ROWS), width // FP8_BLOCK)](
-            x, values, scales, rows, width, FP8_BLOCK, _QUANTISE_ROWS, FP8_MAX, SMALLEST_AMAX
-        )
-    return values, scales.t()
+        grid = (triton.cdiv(rows, _QUANTISE_ROWS), width // FP8_BLOCK)
+        _quantise[grid](
+            x, values, scales, rows, width, stride, FP8_BLOCK, _QUANTISE_ROWS, FP8_MAX,
+            SMALLEST_AMAX,
+        )  # fmt: skip
+    return values, scales.t()[:rows]
 
 
 _SUM_BLOCK = 1024
@@ -147,9 +155,10 @@ def _in_e4m3(x, FP8_LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
 def _quantise(
     x,  # [R, K]
     values,  # [R, K] e4m3 out
-    scales,  # [K / BLOCK, R] fp32 out
+    scales,  # [K / BLOCK, stride] fp32 out
     rows,
     width,
+    stride,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     FP8_LIMIT: tl.constexpr,
@@ -163,13 +172,13 @@ def _quantise(
     valid = row < rows
     codes, scale = _in_e4m3(tl.load(x + at, mask=valid[:, None], other=0.0), FP8_LIMIT, SMALLEST)
     tl.store(values + at, codes, mask=valid[:, None])
-    tl.store(scales + block.to(tl.int64) * rows + row, scale, mask=valid)
+    tl.store(scales + block.to(tl.int64) * stride + row, scale, mask=valid)
 
 
 @triton.jit
 def _fp8_product(
     x,  # [R / fan_out, K] bf16, or e4m3 where QUANTISED
-    x_scales,  # [K / BLOCK, R / fan_out] fp32 where QUANTISED
+    x_scales,  # [K / BLOCK, scale_stride] fp32 where QUANTISED
     weight,  # [E, N, K] e4m3
     scales,  # [E, scale_rows, K / BLOCK] fp32
     out,  # [R, columns]; [SPLITS, R, columns] fp32 where SPLITS > 1
@@ -179,7 +188,7 @@ def _fp8_product(
     columns,  # N, or N / 2 where GATED
     width,  # K
     scale_rows,
-    x_rows,
+    scale_stride,
     fan_out,
     steps,  # blocks of K a split
     STEPS: tl.constexpr,  # the same under the interpreter, else 0
@@ -223,26 +232,41 @@ def _fp8_product(
     else:
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = acc
-    for i in range(STEPS if INTERPRETED else steps):  # the interpreter needs a Python number
-        k = tl.program_id(2) * steps + i
+    # Scales come from memory too: fetched two blocks ahead, as the weights are.
+    k = tl.program_id(2) * steps
+    last = num_blocks - 1
+    scale, scale_after = tl.load(s_at + k), tl.load(s_at + tl.minimum(k + 1, last))
+    up_scale, up_scale_after = scale, scale_after
+    if GATED:
+        up_scale, up_scale_after = tl.load(up_s_at + k), tl.load(up_s_at + tl.minimum(k + 1, last))
+    x_s_at = x_scales + x_row
+    if QUANTISED:
+        x_scale_next = tl.load(x_s_at + k * scale_stride, mask=row_ok, other=0.0)
+    for _ in range(STEPS if INTERPRETED else steps):  # the interpreter needs a Python number
         x_part = tl.load(x_at + k * BLOCK, mask=row_ok[:, None], other=0.0)
         if QUANTISED:
-            x_scale = tl.load(x_scales + k * x_rows + x_row, mask=row_ok, other=0.0)
+            x_scale = x_scale_next
+            next_at = x_s_at + tl.minimum(k + 1, last) * scale_stride
+            x_scale_next = tl.load(next_at, mask=row_ok, other=0.0)
         else:
             x_part, x_scale = _in_e4m3(x_part, FP8_LIMIT, SMALLEST)
         w_part = tl.load(w_at + k * BLOCK, mask=column_ok[:, None], other=0.0)
-        factor = x_scale * tl.load(s_at + k)
+        factor = x_scale * scale
+        ahead = tl.minimum(k + 2, last)
+        scale, scale_after = scale_after, tl.load(s_at + ahead)
         if SWAPPED:
             acc += _dot(w_part, tl.trans(x_part)) * factor[None, :]
         else:
             acc += _dot(x_part, tl.trans(w_part)) * factor[:, None]
         if GATED:
             w_part = tl.load(up_at + k * BLOCK, mask=column_ok[:, None], other=0.0)
-            factor = x_scale * tl.load(up_s_at + k)
+            factor = x_scale * up_scale
+            up_scale, up_scale_after = up_scale_after, tl.load(up_s_at + ahead)
             if SWAPPED:
                 up += _dot(w_part, tl.trans(x_part)) * factor[None, :]
             else:
                 up += _dot(x_part, tl.trans(w_part)) * factor[:, None]
+        k += 1
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     if SWAPPED:
@@ -284,7 +308,7 @@ def _signature(tiles: Tiles, *, grouped: bool = False, gated: bool = False) -> t
         "rows": "i32",
         "columns": "i32:16",
         "width": "i32:16",
-        **dict.fromkeys(("scale_rows", "x_rows", "fan_out", "steps"), "i32"),
+        **dict.fromkeys(("scale_rows", "scale_stride", "fan_out", "steps"), "i32"),
         "STEPS": 0,
         **_FIXED,
         "ROWS": tiles.rows,
@@ -315,6 +339,7 @@ COMPILE_SIGNATURES = (
             "scales": "*fp32",
             "rows": "i32",
             "width": "i32:16",
+            "stride": "i32",
             **_FIXED,
             "ROWS": _QUANTISE_ROWS,
         },
