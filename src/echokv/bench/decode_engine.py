@@ -17,7 +17,7 @@ from echokv.bench.decode_fill import fill_index_keys, fill_rows
 from echokv.bench.decode_preset import random_model, write_preset
 from echokv.bench.decode_replay import ReplaySelector, SelectionSource
 from echokv.config import EngineConfig, ModelConfig
-from echokv.engine.build import EngineHooks
+from echokv.engine.build import EngineHooks, library_request
 from echokv.engine.engine import Engine
 from echokv.engine.request import Request
 from echokv.engine.resolve import resolve
@@ -76,7 +76,7 @@ class LoadedModel:
         model_config = ModelConfig.from_dir(write_preset(directory, raw))
         config = resolve(dataclasses.replace(config, model=str(directory)), model_config)
         device = torch.device(config.device)
-        kernels = load_kernels(config.backend, device)
+        kernels = load_kernels(config.backend, device, library_request(config, model_config))
         start = time.perf_counter()
         model = random_model(model_config, config, device, kernels)
         synchronise(device)

@@ -125,6 +125,10 @@ class ReplaySelector:
         self._scores: dict[int, Tensor] = {}  # by the number of rows
         self._replayed: tuple[Tensor, Tensor] | None = None
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """See `Indexer`."""
+        self._exact.begin_pass(batch)
+
     def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         """See `Indexer`."""
         self._exact.append(index_layer, keys, batch)

@@ -9,6 +9,7 @@ from rich.table import Table
 from echokv.bench.decode import StepTimer, cache_figures, spread
 from echokv.bench.decode_engine import DecodeEngine, LoadedModel
 from echokv.bench.decode_replay import ReplaySelector
+from echokv.kernels.registry import Kernels
 
 
 def run_figures(loaded: LoadedModel, preset: str) -> dict[str, Any]:
@@ -20,6 +21,7 @@ def run_figures(loaded: LoadedModel, preset: str) -> dict[str, Any]:
         "dense_layers": config.mlp_layer_types.count("dense"),
         "experts": config.n_routed_experts,
         "backend": loaded.kernels.name,
+        "kernels": _who_serves(loaded.kernels),
         "dtype": engine.dtype,
         "weights": "bf16" if config.quant_block_size is None else "fp8",
         "kv_cache_dtype": engine.kv_cache_dtype,
@@ -27,6 +29,25 @@ def run_figures(loaded: LoadedModel, preset: str) -> dict[str, Any]:
         "weight_bytes": loaded.nbytes,
         "weights_s": loaded.seconds,
     }
+
+
+def _who_serves(kernels: Kernels) -> dict[str, str]:
+    """The project or folder that each large part of a step comes from."""
+    own = {part: getattr(kernels, op).__module__.split(".")[2] for part, op in _LARGE.items()}
+    if kernels.decode_mla is not None:
+        own["attention"] = "flashmla"
+    if kernels.scheduled_scores is not None:
+        own["index scores"] = "deepgemm"
+    return own
+
+
+_LARGE = {
+    "attention": "sparse_mla",
+    "index scores": "index_scores",
+    "top-k": "topk",
+    "fp8 products": "fp8_linear",
+    "fp8 experts": "fp8_experts",
+}
 
 
 def variant_figures(decode: DecodeEngine) -> dict[str, Any]:

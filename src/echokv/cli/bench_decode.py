@@ -71,6 +71,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         ("--dtype", "of the computation: auto, float32 or bfloat16"),
         ("--kv-cache-dtype", "row format: auto, float32, bfloat16 or fp8_ds_mla"),
         ("--index-key-dtype", "of the indexer's keys: auto, float32, bfloat16 or fp8"),
+        ("--attention-kernel", "of decode: auto, flashmla or triton"),
+        ("--gemm-kernel", "with fp8 weights: auto, deepgemm or triton"),
+        ("--indexer-kernel", "index scores: auto, deepgemm or triton"),
     ):
         group.add_argument(flag, default="auto", help=f"{what} (default: %(default)s)")
     group.add_argument("--seed", type=int, default=0, help="of weights, rows and keys")
@@ -181,6 +184,9 @@ def _base_config(args: argparse.Namespace, folder: str) -> EngineConfig:
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
         index_key_dtype=args.index_key_dtype,
+        attention_kernel=args.attention_kernel,
+        gemm_kernel=args.gemm_kernel,
+        indexer_kernel=args.indexer_kernel,
         seed=args.seed,
         max_waiting_requests=2**20,
     )

@@ -125,7 +125,7 @@ def build_engine_parts(
     model_name = config.served_model_name or Path(config.model).resolve().name
     config, model_config, plan = plan_engine(config, weights_loaded=hooks.model is not None)
     device = torch.device(config.device)
-    kernels = load_kernels(config.backend, device, _libraries(config, model_config))
+    kernels = load_kernels(config.backend, device, library_request(config, model_config))
     tokenizer = Tokenizer.from_dir(config.model)
     model = hooks.model
     if model is None:
@@ -172,8 +172,13 @@ def build_engine_parts(
     )
 
 
-def _libraries(config: EngineConfig, model: ModelConfig) -> LibraryRequest:
-    """What the libraries' kernels would have to serve."""
+def library_request(config: EngineConfig, model: ModelConfig) -> LibraryRequest:
+    """What the libraries' kernels would have to serve; for `load_kernels`.
+
+    Args:
+        config: resolved.
+        model: the checkpoint's.
+    """
     has_fp8 = model.quant_block_size is not None and fp8_refusal(config, model) is None
     return LibraryRequest(
         attention=config.attention_kernel,
