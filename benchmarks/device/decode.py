@@ -50,6 +50,7 @@ class Scale:
     output_len: int
     budgets_gb: tuple[float, ...]
     host_tokens: int  # most that host memory holds
+    paper_host_tokens: int
     row_pools: tuple[int, ...]  # tokens: equal row pools, the paper's accounting
 
 
@@ -66,6 +67,7 @@ REAL = Scale(
     output_len=256,
     budgets_gb=(27.0, 5.3, 19.0, 15.0, 9.6),
     host_tokens=2_200_000,
+    paper_host_tokens=1_800_000,
     row_pools=(325_000, 200_000, 110_000),
 )
 SMALL = Scale(
@@ -81,6 +83,7 @@ SMALL = Scale(
     output_len=3,
     budgets_gb=(0.006, 0.0045),
     host_tokens=10_000,
+    paper_host_tokens=4_000,
     row_pools=(2000, 1200),
 )
 
@@ -119,6 +122,21 @@ class Bench:
     def paper_rates(self) -> dict[str, Any]:
         """The same at the hit rates that the paper reports, a layer."""
         return self._compare(self._scale.batch, self._scale.long, "paper", self._scale.device_pool)
+
+    def paper_pools(self) -> dict[str, Any]:
+        """The paper's pools, 1.8M host slots and 200K device slots: what pinning and a step take."""
+        longest = self._scale.long + self._how.room
+        sizes = sizes_for_batch(
+            self._loaded.config,
+            offload=True,
+            batch=self._scale.batch,
+            longest=longest,
+            device_tokens=self._scale.device_pool,
+            host_tokens=self._scale.paper_host_tokens,
+        )
+        lengths = [self._scale.long] * self._scale.batch
+        figures = run_steps(self._loaded, [sizes], _source("paper"), lengths, self._how)
+        return {"variants": figures, "ratio": {}}
 
     def light(self) -> dict[str, Any]:
         """One short request, every row of it resident in either case."""
@@ -207,6 +225,7 @@ CASES = {
     "offload": Bench.offload,
     "light": Bench.light,
     "paper-rates": Bench.paper_rates,
+    "paper-pools": Bench.paper_pools,
     "equal-bytes": Bench.equal_bytes,
     "equal-rows": Bench.equal_rows,
 }

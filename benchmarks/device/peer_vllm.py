@@ -1,10 +1,9 @@
 """Decode step times of vLLM, stock or with its host-resident mode, for the shapes of `decode.py`.
 
     python benchmarks/device/decode.py --cases dense --output ours.json
-    python benchmarks/device/peer_vllm.py --model DIR/deepseek-v32-config --ours ours.json \\
-        --output peer.json
-    python benchmarks/device/peer_vllm.py --model DIR/deepseek-v32-config --host-pool-gib 16 \\
-        --kv-gib 2 --output hisparse.json
+    python benchmarks/device/peer_vllm.py --model DIR/deepseek-v32-config --output peer.json
+
+`--ours ours.json` prints both side by side; `--host-pool-gib 16 --kv-gib 2` runs HiSparse.
 
 Needs vLLM on the path; knows nothing of echokv but the result that it is set beside. Random weights
 (`load_format="dummy"`), the first layers dense in bf16, KV in fp8. A step time is the median wall

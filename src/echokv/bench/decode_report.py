@@ -67,6 +67,7 @@ def variant_figures(decode: DecodeEngine) -> dict[str, Any]:
         "kv_hbm_bytes": sum(plan.nbytes(kind) for kind in kinds),
         "host_pool_bytes": plan.nbytes("host pool"),
         "startup_s": decode.seconds,
+        "pools_s": decode.seconds["allocating the pools"],
     }
 
 
@@ -161,4 +162,5 @@ _ROWS: tuple[tuple[str, Any], ...] = (
     ("device pool, tokens a layer", _number("device_pool_tokens", ",d")),
     ("host pool, tokens", _number("host_pool_tokens", ",d")),
     ("HBM for KV, GB", _bytes),
+    ("pools allocated and pinned, s", lambda variant: f"{variant['pools_s']:.1f}"),
 )

@@ -15,6 +15,7 @@ from echokv.bench.decode_engine import DecodeEngine
 from echokv.bench.decode_replay import ReplaySelector
 from echokv.cache.batch import ForwardBatch
 from echokv.engine.inputs import PassInputs
+from echokv.engine.request import Request
 from echokv.engine.scheduler import ScheduledRequest
 from echokv.memory.slots import HostSlots
 
@@ -44,7 +45,7 @@ class DeviceStep:
             ),
         )
         items = [
-            ScheduledRequest(request=one, start=one.num_computed_tokens - 1, count=1)
+            ScheduledRequest(request=one, start=_last_known(one), count=1)
             for one in engine.scheduler.running
         ]
         self._batch = _batch(items, loaded.device, loaded.kernels.token_tile)
@@ -69,6 +70,11 @@ class DeviceStep:
         with torch.cuda.graph(self._graph):
             self._run_once()
         return self._graph.replay
+
+
+def _last_known(request: Request) -> int:
+    """Position of the last token that is computed and known; a step in flight may be ahead."""
+    return min(request.num_computed_tokens, request.num_tokens) - 1
 
 
 def _batch(items: list[ScheduledRequest], device: torch.device, tile: int | None) -> ForwardBatch:
