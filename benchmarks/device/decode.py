@@ -124,7 +124,7 @@ class Bench:
         return self._compare(self._scale.batch, self._scale.long, "paper", self._scale.device_pool)
 
     def paper_pools(self) -> dict[str, Any]:
-        """The paper's pools, 1.8M host slots and 200K device slots: what pinning and a step take."""
+        """The paper's pools, 1.8M host and 200K device slots: what pinning and a step take."""
         longest = self._scale.long + self._how.room
         sizes = sizes_for_batch(
             self._loaded.config,
