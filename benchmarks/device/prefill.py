@@ -1,190 +1,182 @@
-"""One layer's prefill segment, index scores, exact top-k and recall, with rows moving ahead or not.
+"""A prompt longer than the device pool: chunked prefill of 100,000 tokens over 50,000 device slots.
 
-    python benchmarks/device/prefill.py --output prefill.json            # on a GPU
-    python benchmarks/device/prefill.py --small --output small.json      # anywhere
+    python benchmarks/device/prefill.py --output prefill.json                # on a GPU
+    python benchmarks/device/prefill.py --small --output small.json          # anywhere
 
-The product's own path, run eagerly as prefill is: `Indexer.select` for the last queries of one
-request, then `CacheManager.make_resident` for all of them. Keys are random.
-
-    off  all queries are scored, then selected, then recalled
-    on   in query blocks; a block's rows are recalled while the next is scored
-
-`random` queries have nothing in common, so that nearly the whole context is selected; `overlapping`
-ones are one query with a little noise, as neighbours in a text are. A share of the context is
-resident before each run. Selections and the rows that arrive are checked to be the same.
+Few layers of DeepSeek-V3.2's shapes, random weights, the product's engine. The same prompt runs
+offloaded and resident; it counts only if both give the same tokens and, byte for byte, the same
+rows: in host memory offloaded, in HBM resident. `--small` runs the same code at toy sizes; its
+times mean nothing.
 """
 
 import argparse
-import json
+import dataclasses
+import gc
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import prefetch as decode  # benchmarks/device/prefetch.py
 import torch
 from torch import Tensor
 
-import cache as common  # benchmarks/device/cache.py
-from echokv.bench.report import environment
-from echokv.cache.batch import ForwardBatch
-from echokv.indexer import indexer as indexer_module
-from echokv.indexer import prefetch as prefetch_module
-from echokv.indexer.indexer import Indexer, Selection
-from echokv.memory.slots import BLOCK_TOKENS, HostSlots
-
-NOISE = {"random": 1.0, "overlapping": 0.05}
-"""Share of a query that is its own."""
+from echokv.bench import decode_report, report
+from echokv.bench.decode_engine import LoadedModel, synchronise
+from echokv.bench.decode_preset import preset_config
+from echokv.config import EngineConfig
+from echokv.engine.build import EngineHooks
+from echokv.engine.engine import Engine
+from echokv.engine.sampling_params import SamplingParams
+from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
 
-class PrefillCase(decode.Case):
-    """The last queries of one request over a world's keys."""
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Sizes of the run."""
 
-    def __init__(self, world: decode.World, queries: int, context: int) -> None:
-        self.world, self.batch_size, self.context = world, queries, context
-        sizes, device = world.sizes, world.device
-        ints = {"dtype": torch.int32, "device": device}
-        blocks = context // BLOCK_TOKENS
-        table = torch.randperm(world.tokens // BLOCK_TOKENS, device=device)[:blocks]
-        self.slots = (
-            table[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=device)
-        ).flatten().to(torch.int32)  # fmt: skip
-        self.query = torch.zeros(sizes.layers, queries, sizes.heads, 128, device=device)
-        self.weights = torch.zeros(sizes.layers, queries, sizes.heads, device=device)
-        positions = torch.arange(context - queries, context, **ints)
-        self.batch = ForwardBatch(
-            token_ids=torch.zeros(queries, dtype=torch.int64, device=device),
-            positions=positions,
-            context_lens=positions + 1,
-            host_slots=HostSlots(torch.full((queries,), -1, **ints)),
-            request_rows=torch.zeros(queries, **ints),
-            request_slots=None,
-            block_tables=table.to(torch.int32).view(1, blocks),
-            sampled_rows=torch.zeros(0, dtype=torch.int64, device=device),
-            max_context_len=context,
-            num_context_rows=context,
-            num_real_tokens=queries,
-        )
-
-    def draw(self, share: float, hit: float, generator: torch.Generator) -> list[Tensor]:
-        """New queries, and a pool that has a share of the context; what else is selected."""
-        world = self.world
-        for drawn in (self.query, self.weights):
-            common_part = torch.randn_like(drawn[:, :1])
-            own = torch.empty_like(drawn).normal_(generator=generator)
-            drawn.copy_((1 - share) * common_part.expand_as(drawn) + share * own)
-        world.manager.begin_step()
-        missing = []
-        for layer in range(world.sizes.layers):
-            resident, absent = self._split(self.slots, hit, generator)
-            self._fill(layer, resident, generator)
-            wanted = torch.zeros(world.host.num_slots, dtype=torch.bool, device=world.device)
-            chosen = self.selection(layer).host_slots.flatten()
-            wanted[chosen[chosen >= 0].long()] = True
-            missing.append(absent[wanted[absent.long()]])
-        world.manager.begin_step()
-        return missing
-
-    def run(self, indexer: Indexer) -> list[tuple[Selection, Tensor]]:
-        """The segment in every layer."""
-        results = []
-        for layer in range(self.world.sizes.layers):
-            selection = indexer.select(layer, self.query[layer], self.weights[layer], self.batch)
-            slots = self.world.manager.make_resident(
-                layer, selection.host_slots, selection.scores, max_distinct=self.context
-            )
-            results.append((selection, slots))
-        self.world.manager.end_step()
-        return results
+    preset: str
+    layers: int
+    dense_layers: int
+    weights: str
+    prompt: int
+    device_pool: int
+    chunk: int
+    output: int = 8
 
 
-def measure(case: PrefillCase, kind: str, hit: float, blocks: tuple[int, ...]) -> dict[str, Any]:
-    """Microseconds a layer without, and with each size of query block; interleaved."""
-    world, generator = case.world, torch.Generator(device=case.world.device)
-    variants: dict[str, Callable[[], Any]] = {"off": lambda: case.run(world.plain)}
-    for block in blocks:
-        variants[f"on, blocks of {block}"] = lambda block=block: in_blocks(case, block)
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    rows = 0.0
-    for repeat in range(-1, world.sizes.repeats):
-        for name, run in variants.items():
-            torch.manual_seed(repeat)
-            generator.manual_seed(repeat + 1)
-            missing = case.draw(NOISE[kind], hit, generator)
-            results: list[Any] = []
-            taken = decode.microseconds(
-                lambda run=run, into=results: into.extend(run()), world.flush
-            )
-            if repeat < 0:
-                case.check(results, missing)  # and compiles
-                rows = sum(len(one) for one in missing) / world.sizes.layers
-            else:
-                times[name].append(taken / world.sizes.layers)
-    spreads = {name: common.spread(values) for name, values in times.items()}
-    return {
-        "backend": world.backend,
-        "row_bytes": world.fmt.row_bytes,
-        "queries": case.batch_size,
-        "context": case.context,
-        "selections": kind,
-        "hit": hit,
-        "rows_recalled": rows,
-        "us": spreads,
-        "speedup": {
-            name: spreads["off"]["median"] / spread["median"] for name, spread in spreads.items()
-        },
-    }
-
-
-def in_blocks(case: PrefillCase, block: int) -> list[tuple[Selection, Tensor]]:
-    """The segment with another QUERY_BLOCK."""
-    before = prefetch_module.QUERY_BLOCK
-    indexer_module.QUERY_BLOCK = prefetch_module.QUERY_BLOCK = block
-    try:
-        return case.run(case.world.ahead)
-    finally:
-        indexer_module.QUERY_BLOCK = prefetch_module.QUERY_BLOCK = before
+REAL = Scale(
+    preset="deepseek-v3.2-dp8-slice",
+    layers=3,
+    dense_layers=1,
+    weights="fp8",
+    prompt=100_000,
+    device_pool=50_000,
+    chunk=2048,
+)
+SMALL = Scale(
+    preset="small",
+    layers=2,
+    dense_layers=1,
+    weights="bf16",
+    prompt=1000,
+    device_pool=500,
+    chunk=128,
+)
 
 
 def main() -> int:
-    """Run, write JSON after each shape, say where."""
+    """Run both ways, write JSON, say what differed; 1 when anything did."""
+    options = _options()
+    scale = SMALL if options.small else REAL
+    raw = preset_config(
+        scale.preset,
+        num_layers=scale.layers,
+        dense_layers=scale.dense_layers,
+        weights=scale.weights,
+    )
+    with TemporaryDirectory(prefix="echokv-prefill-") as folder:
+        config = EngineConfig(model=folder, backend=options.backend, seed=1)
+        loaded = LoadedModel.make(raw, Path(folder), config)
+        generator = torch.Generator().manual_seed(0)
+        prompt = torch.randint(
+            loaded.config.vocab_size, (scale.prompt,), generator=generator
+        ).tolist()
+        figures, tokens, rows = {}, [], []
+        for offload in (True, False):
+            name = "offloaded" if offload else "resident"
+            figures[name], generated, written = prefill(loaded, scale, prompt, offload=offload)
+            tokens.append(generated)
+            rows.append(written)
+            print(f"{name}: {figures[name]}", flush=True)
+        same = {"tokens": tokens[0] == tokens[1], "rows": torch.equal(*rows)}
+        result = report.environment(options.commit) | {
+            "scale": dataclasses.asdict(scale),
+            "model": decode_report.run_figures(loaded, scale.preset),
+            "variants": figures,
+            "same": same,
+        }
+    report.write_json(options.output, result)
+    print(f"same tokens: {same['tokens']}, same rows: {same['rows']}; wrote {options.output}")
+    return 0 if all(same.values()) else 1
+
+
+def prefill(
+    loaded: LoadedModel, scale: Scale, prompt: list[int], *, offload: bool
+) -> tuple[dict[str, Any], list[int], Tensor]:
+    """One prompt through an engine of its own.
+
+    Returns:
+        figures, the tokens that follow, and the prompt's rows [L, prompt, row_bytes] on the CPU.
+    """
+    longest = blocks_for(len(prompt) + scale.output) * BLOCK_TOKENS
+    row_bytes = loaded.row_format.row_bytes * loaded.config.num_hidden_layers
+    config = dataclasses.replace(
+        loaded.engine_config,
+        offload=offload,
+        host_pool_gib=(longest * row_bytes + 0.5) / 2**30 if offload else None,
+        device_pool_tokens=scale.device_pool if offload else longest,
+        max_model_len=longest,
+        max_num_seqs=1,
+        max_num_batched_tokens=scale.chunk,
+        enable_prefix_caching=False,
+    )
+    engine = Engine(config, hooks=EngineHooks(model=loaded.model))
+    params = SamplingParams(max_tokens=scale.output, ignore_eos=True, temperature=0.0)
+    engine.add_request("prompt", prompt, params)
+    request = engine.scheduler.waiting[0]
+    tokens: list[int] = []
+    synchronise(loaded.device)
+    start = time.perf_counter()
+    first_token_s = blocks = None
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.token_ids
+        if request.block_ids:
+            blocks = list(request.block_ids)
+        if tokens and first_token_s is None:
+            first_token_s = time.perf_counter() - start
+    synchronise(loaded.device)
+    engine.cache.check()
+    assert first_token_s is not None and blocks is not None
+    counters = engine.cache.counters()
+    figures = {
+        "first_token_s": first_token_s,
+        "prompt_tokens_per_s": len(prompt) / first_token_s,
+        "device_pool_tokens": engine.cache.capacity,
+        "selected_rows_by_layer": [one.selected for one in counters],
+        "recalled_rows_by_layer": [one.recalled for one in counters],
+        "evicted_rows_by_layer": [one.evicted for one in counters],
+    }
+    rows = _rows(engine, loaded, blocks, len(prompt))
+    engine.close()
+    del engine
+    gc.collect()
+    if loaded.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return figures, tokens, rows
+
+
+def _rows(engine: Engine, loaded: LoadedModel, blocks: list[int], count: int) -> Tensor:
+    starts = torch.tensor(blocks)[:, None] * BLOCK_TOKENS
+    slots = (starts + torch.arange(BLOCK_TOKENS)).flatten()[:count]
+    layers = range(loaded.config.num_hidden_layers)
+    if engine.host_pool is not None:
+        return engine.host_pool.rows[:, slots].clone()
+    on_device = slots.to(loaded.device)
+    return torch.stack([engine.cache.rows(layer)[on_device].cpu() for layer in layers])
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--small", action="store_true", help="toy sizes, for any machine")
-    parser.add_argument("--backends", nargs="+", help="default: triton and cuda, or reference")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[65_536])
-    parser.add_argument("--queries", nargs="+", type=int, default=[256, 512])
-    parser.add_argument("--hits", nargs="+", type=float, default=[0.5, 0.9])
-    parser.add_argument("--blocks", nargs="+", type=int, default=[64, 128, 256])
-    parser.add_argument("--repeats", type=int, default=7, help="runs of each variant")
-    parser.add_argument("--code-commit", help="commit of the code, where git isn't")
-    args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = replace(decode.SMALL if args.small else decode.REAL, layers=2, batches=(1,))
-    contexts = sizes.contexts if args.small else tuple(args.contexts)
-    sizes = replace(sizes, contexts=contexts, repeats=1 if args.small else args.repeats)
-    queries, blocks = ([9], (4,)) if args.small else (args.queries, tuple(args.blocks))
-    report: dict[str, Any] = {
-        "environment": environment(args.code_commit), "sizes": asdict(sizes), "segments": [],
-    }  # fmt: skip
-    backends = args.backends or (["triton", "cuda"] if device.type == "cuda" else ["reference"])
-    for backend in backends:
-        world = decode.World(sizes, backend, "fp8_ds_mla", device)
-        for context, count in ((c, q) for c in contexts for q in queries):
-            case = PrefillCase(world, count, context)
-            for kind, hit in ((kind, hit) for kind in NOISE for hit in args.hits):
-                fitting = tuple(block for block in blocks if block < count)
-                report["segments"].append(measure(case, kind, hit, fitting))
-                print(json.dumps(report["segments"][-1]), flush=True)
-                args.output.write_text(json.dumps(report, indent=1))
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        world.host.close()
-    print(f"written: {args.output}")
-    return 0
+    parser.add_argument("--commit", help="of the code that runs; default: the git checkout's")
+    parser.add_argument("--small", action="store_true", help="toy sizes, for a CPU")
+    parser.add_argument("--backend", default="auto", help="auto, reference, triton or cuda")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_previous_layer_input(small_model: Path) -> None:
             super().__init__(lossy, exact)
             assert isinstance(lossy, PreviousLayerInput)
             self.network = lossy._attentions
-            self.network[0].q_a_proj.register_forward_pre_hook(self.note)
+            self.network[0].from_hidden.register_forward_pre_hook(self.note)
 
         def note(self, _module: object, args: tuple[Tensor, ...]) -> None:
             inputs[0] = args[0]
@@ -132,8 +132,10 @@ def test_previous_layer_input(small_model: Path) -> None:
             if layer == 1:
                 attention = self.network[1]
                 angles = self.lossy._inputs[1][3]  # type: ignore[attr-defined]
-                latent = attention.q_a_layernorm(attention.q_a_proj(inputs[0]))
-                query, _, weights = attention.indexer(inputs[0], latent, angles)
+                q_a = attention.from_hidden(inputs[0])[0]
+                latent = attention.q_a_layernorm(q_a)
+                projected = attention.from_latent(latent)[1]
+                query, weights = attention.indexer.query(inputs[0], projected, angles)
             assert same(self.exact.select(layer, query, weights, batch), given)
 
     run(small_model, "infinigen-like", Check)

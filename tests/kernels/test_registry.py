@@ -16,6 +16,7 @@ from echokv.kernels.registry import (
     OPS,
     Fp8Kernels,
     Kernels,
+    ModelKernels,
     folder_of,
     load_kernels,
 )
@@ -38,7 +39,9 @@ def test_every_op_has_the_protocols_signature(name: str, device: torch.device) -
     kernels = load_kernels(name, device)
     assert kernels.name == name
     assert kernels.token_tile == (32 if name == "reference" else None)
-    declared = {op for op in vars(Kernels) | vars(Fp8Kernels) if not op.startswith("_")} - {
+    declared = {
+        op for op in vars(Kernels) | vars(Fp8Kernels) | vars(ModelKernels) if not op.startswith("_")
+    } - {
         "name",
         "token_tile",
         "fused",

@@ -8,8 +8,9 @@ from transformers import DeepseekV32Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from echokv.config import ModelConfig, RopeConfig
+from echokv.kernels.reference.rotary import rotated
 from echokv.models.random_checkpoint import CONFIG
-from echokv.models.rope import Rope, inverse_frequencies, rotate_half, rotate_interleaved
+from echokv.models.rope import Rope, inverse_frequencies
 
 CPU = torch.device("cpu")
 YARN = ModelConfig.from_dict(CONFIG).rope
@@ -62,13 +63,15 @@ def test_rotation_is_multiplication_by_a_complex_unit(shape: tuple[int, ...]) ->
     turn = torch.complex(cos, sin).view(5, *[1] * (len(shape) - 2), 32)
     pairs = x.view(*shape[:-1], 32, 2)
     expected = torch.view_as_real(torch.complex(*pairs.unbind(-1)) * turn).flatten(-2)
-    torch.testing.assert_close(rotate_interleaved(x, cos, sin), expected)
+    torch.testing.assert_close(rotated(x, cos, sin, interleaved=True), expected)
     halves = torch.complex(*x.chunk(2, -1)) * turn
-    torch.testing.assert_close(rotate_half(x, cos, sin), torch.cat((halves.real, halves.imag), -1))
+    expected = torch.cat((halves.real, halves.imag), -1)
+    torch.testing.assert_close(rotated(x, cos, sin, interleaved=False), expected)
 
 
 def test_bfloat16_is_rotated_in_float32() -> None:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     angles = Rope(YARN, 64, CPU).angles(torch.arange(4, dtype=torch.int32))
-    for rotate in (rotate_half, rotate_interleaved):
-        assert torch.equal(rotate(x, *angles), rotate(x.float(), *angles).bfloat16())
+    for interleaved in (False, True):
+        narrow, wide = (rotated(t, *angles, interleaved=interleaved) for t in (x, x.float()))
+        assert torch.equal(narrow, wide.bfloat16())

@@ -106,9 +106,7 @@ class PreviousLayerInput(LossySelector):
         if layer == 0:
             return None
         x, _, _, angles, _ = self._inputs[layer - 1]
-        attention = self._attentions[layer]
-        q_latent = attention.q_a_layernorm(attention.q_a_proj(x))
-        query, _, weights = attention.indexer(x, q_latent, angles)
+        query, weights = self._attentions[layer].index_query(x, angles)
         return self._exact.select(index_layer, query, weights, batch)
 
 

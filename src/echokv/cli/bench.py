@@ -1,6 +1,6 @@
 """`echokv bench throughput` and `echokv bench serve`: flags in, a printed block and JSON out.
 
-`trace` and `quality` have modules of their own.
+`trace`, `quality` and `decode` have modules of their own.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from echokv.bench.workload import BenchRequest, random_workload
-from echokv.cli import bench_quality, bench_trace, flags, workload_flags
+from echokv.cli import bench_decode, bench_quality, bench_trace, flags, workload_flags
 from echokv.errors import ConfigError, EchoKVError
 
 _REQUEST_TIMEOUT_S = 3600.0
@@ -26,6 +26,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_serve(benchmarks)
     bench_trace.add_parser(benchmarks)
     bench_quality.add_parser(benchmarks)
+    bench_decode.add_parser(benchmarks)
 
 
 def _add_throughput(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -4,6 +4,7 @@ Decides (resolve, plan), then loads weights, then takes the pools; checks the pl
 really allocated.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from echokv.cache.policy import EvictionPolicy
 from echokv.cache.protocol import KVCache
 from echokv.cache.resident import ResidentCache
 from echokv.config import EngineConfig, ModelConfig
-from echokv.engine.graph import DecodeGraphs
+from echokv.engine.graph import DecodeGraphs, GraphShapes
 from echokv.engine.resolve import fp8_refusal, resolve
 from echokv.engine.runner import ModelRunner
 from echokv.engine.sampler import Sampler
@@ -53,6 +54,8 @@ class EngineHooks:
     policy: Callable[[Kernels], EvictionPolicy] | None = None  # None: the product's
     on_predictions: Callable[[Predictions], None] | None = None  # before each step; may overwrite
     prefetch_budget: PrefetchBudget | None = None  # None: the product's
+    model: DeepseekV32 | None = None  # ready on its device: neither planned nor loaded
+    graph_shapes: GraphShapes | None = None  # decode steps to capture; None: the product's
 
 
 NO_HOOKS = EngineHooks()
@@ -82,8 +85,14 @@ class EngineParts:
             self.host_pool.close()
 
 
-def plan_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, BytePlan]:
+def plan_engine(
+    config: EngineConfig, *, weights_loaded: bool = False
+) -> tuple[EngineConfig, ModelConfig, BytePlan]:
     """Decide everything without loading anything: the resolved config, the model's, the budget.
+
+    Args:
+        config: what the user chose.
+        weights_loaded: the weights are on the device already and take no room from now on.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: it can't be started as asked.
@@ -95,7 +104,9 @@ def plan_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, BytePl
         config,
         _row_format(config, model_config),
         _index_key_format(config, model_config),
-        weight_bytes=weight_bytes(model_config, _matrices(config, model_config)),
+        weight_bytes=0
+        if weights_loaded
+        else weight_bytes(model_config, _matrices(config, model_config)),
         device_bytes=torch.cuda.mem_get_info()[0] if config.device == "cuda" else None,
         host_bytes=HostMemory.read().usable,
     )
@@ -119,14 +130,16 @@ def build_engine_parts(
     """
     on_phase("planning memory")
     model_name = config.served_model_name or Path(config.model).resolve().name
-    config, model_config, plan = plan_engine(config)
+    config, model_config, plan = plan_engine(config, weights_loaded=hooks.model is not None)
     device = torch.device(config.device)
-    kernels = load_kernels(config.backend, device, _libraries(config, model_config))
+    kernels = load_kernels(config.backend, device, library_request(config, model_config))
     tokenizer = Tokenizer.from_dir(config.model)
-    on_phase("loading weights")
-    matrices = _matrices(config, model_config, kernels)
-    model = load_model(config.model, model_config, matrices, device)
-    plan.verify({"weights": sum(weight.nbytes for weight in model.parameters())})
+    model = hooks.model
+    if model is None:
+        on_phase("loading weights")
+        matrices = _matrices(config, model_config, kernels)
+        model = load_model(config.model, model_config, matrices, device)
+        plan.verify({"weights": sum(weight.nbytes for weight in model.parameters())})
     on_phase("allocating the pools")
     row_format = _row_format(config, model_config)
     host_pool, cache = _cache(config, model_config, plan, row_format, kernels, device, hooks)
@@ -146,7 +159,7 @@ def build_engine_parts(
         hooks.observer,
     )
     tokens = torch.zeros(plan.max_running, dtype=torch.int64, device=device)
-    graphs = _graphs(config, plan, model, context, kernels, tokens, on_phase)
+    graphs = _graphs(config, plan, model, context, kernels, tokens, hooks.graph_shapes, on_phase)
     eos_token_ids = tuple({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
     logger.info(
         "%s on %s: %s, kv cache %s, index keys %s, %s kernels, %s",
@@ -180,8 +193,13 @@ def build_engine_parts(
     )
 
 
-def _libraries(config: EngineConfig, model: ModelConfig) -> LibraryRequest:
-    """What the libraries' kernels would have to serve."""
+def library_request(config: EngineConfig, model: ModelConfig) -> LibraryRequest:
+    """What the libraries' kernels would have to serve; for `load_kernels`.
+
+    Args:
+        config: resolved.
+        model: the checkpoint's.
+    """
     has_fp8 = model.quant_block_size is not None and fp8_refusal(config, model) is None
     return LibraryRequest(
         attention=config.attention_kernel,
@@ -198,24 +216,19 @@ def _libraries(config: EngineConfig, model: ModelConfig) -> LibraryRequest:
 
 def _matrices(config: EngineConfig, model: ModelConfig, kernels: Kernels | None = None) -> Matrices:
     """How the checkpoint's matrices are kept; without kernels for counting only."""
-    dtype = getattr(torch, config.dtype)
-    tile = None if kernels is None else kernels.token_tile
+    plain = Matrices(dtype=getattr(torch, config.dtype))
+    if kernels is not None:
+        plain = dataclasses.replace(plain, token_tile=kernels.token_tile, ops=kernels)
     if model.quant_block_size is None:
-        return Matrices(dtype=dtype, token_tile=tile)
+        return plain
     refusal = fp8_refusal(config, model)
     if kernels is not None:
         state = "kept as stored" if refusal is None else f"converted to {config.dtype}: {refusal}"
         logger.info("block-fp8 weights: %s", state)
     if refusal is not None:
-        return Matrices(dtype=dtype, token_tile=tile)
+        return plain
     stored = fp8_weights(config.model)
-    return Matrices(
-        dtype=dtype,
-        token_tile=tile,
-        keep_fp8=True,
-        kernels=kernels,
-        is_fp8=stored.__contains__,
-    )
+    return dataclasses.replace(plain, keep_fp8=True, kernels=kernels, is_fp8=stored.__contains__)
 
 
 def _cache(
@@ -287,6 +300,7 @@ def _graphs(
     context: ForwardContext,
     kernels: Kernels,
     tokens: torch.Tensor,
+    shapes: GraphShapes | None,
     on_phase: Callable[[str], None],
 ) -> DecodeGraphs | None:
     """Captured decode steps, or None with the reason in the log."""
@@ -301,7 +315,14 @@ def _graphs(
         logger.info("decode runs without CUDA graphs: %s", reason)
         return None
     on_phase("capturing graphs")
-    return DecodeGraphs(model, context, kernels, max_model_len=plan.max_model_len, tokens=tokens)
+    return DecodeGraphs(
+        model,
+        context,
+        kernels,
+        max_model_len=plan.max_model_len,
+        tokens=tokens,
+        shapes=shapes,
+    )
 
 
 def _row_format(config: EngineConfig, model: ModelConfig) -> RowFormat:

@@ -22,6 +22,7 @@ from echokv.engine.scheduler import Scheduler
 from echokv.engine.stats import EngineStats, LayerCacheStats
 from echokv.errors import RequestError
 from echokv.log import get_logger
+from echokv.memory.pools import HostPool
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
 
 logger = get_logger(__name__)
@@ -73,6 +74,11 @@ class Engine:
     def cache(self) -> KVCache:
         """The KV cache in use; for tests and tools."""
         return self._parts.cache
+
+    @property
+    def host_pool(self) -> HostPool | None:
+        """The rows in host memory, None without offload; for tests and tools."""
+        return self._parts.host_pool
 
     @property
     def has_work(self) -> bool:

@@ -26,6 +26,9 @@ from echokv.models.deepseek_v32 import DeepseekV32
 SMALLEST_CONTEXT = 8192
 """Tokens; below it a tighter bound on the score width saves nothing that can be measured."""
 
+GraphShapes = tuple[Sequence[int], Sequence[int]]
+"""Batch sizes and bounds on the context length, both ascending; every pair is captured."""
+
 
 class DecodeGraphs:
     """Every captured decode step of one engine; captures at construction, with progress.
@@ -37,6 +40,8 @@ class DecodeGraphs:
         max_model_len: longest context, tokens.
         tokens: [most requests of a step] int64 on a CUDA device: what the step before sampled, and
             after this step what this one did.
+        shapes: what to capture instead of `batch_sizes` by `context_bounds`; the last bound must
+            be max_model_len.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class DecodeGraphs:
         *,
         max_model_len: int,
         tokens: Tensor,
+        shapes: GraphShapes | None = None,
     ) -> None:
         assert context.observer is None, "an observer doesn't see what a graph selects"
         self._model = model
@@ -54,19 +60,20 @@ class DecodeGraphs:
         self._kernels = kernels
         self._tokens = tokens
         max_requests = tokens.shape[0]
-        self._sizes = batch_sizes(max_requests)
-        self._contexts = context_bounds(max_model_len)
+        default = (batch_sizes(max_requests), context_bounds(max_model_len))
+        self._sizes, self._contexts = shapes or default
+        assert self._contexts[-1] == max_model_len, "a context would be longer than any bound"
         self._inputs = DecodeInputs(max_requests, max_model_len, tokens.device, tokens)
         self.logits = torch.zeros(
             (max_requests, model.config.vocab_size), dtype=torch.float32, device=tokens.device
         )
         self._pool = torch.cuda.graph_pool_handle()
         # The largest first: the others then fit into the memory that it took.
-        shapes = [(size, bound) for size in self._sizes for bound in self._contexts][::-1]
+        pairs = [(size, bound) for size in self._sizes for bound in self._contexts][::-1]
         ways = [(size, way) for size in self._sizes for way in Method if way][::-1]
         captures = progress(
-            [*shapes, *ways],
-            total=len(shapes) + len(ways),
+            [*pairs, *ways],
+            total=len(pairs) + len(ways),
             what="capturing graphs",
             unit="graph",
         )

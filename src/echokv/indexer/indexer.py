@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from echokv.cache.batch import ForwardBatch, positions_to_host_slots
+from echokv.cache.batch import ForwardBatch
 from echokv.indexer.prefetch import QUERY_BLOCK, Prefetcher
 from echokv.kernels.reference.index_scores import score_width
 from echokv.kernels.registry import Kernels
@@ -87,6 +87,11 @@ class Indexer:
         self._prefetcher = prefetcher
         self._schedules: list[Any] = []
         self.topk = topk
+
+    @property
+    def pages(self) -> Tensor:
+        """[L_index, n_pages, page_bytes] uint8: the keys; for tools that fill or inspect them."""
+        return self._pages
 
     def with_topk(self, topk: int) -> "Indexer":
         """An indexer over the same keys that selects another number of tokens."""
@@ -186,10 +191,12 @@ class Indexer:
         positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
         if prefetcher is not None:
             prefetcher.learn(kth_scores)
-        selected = scores.gather(1, positions.clamp(min=0).long())
+        slots, selected = self._kernels.name_rows(
+            positions, scores, request_rows, batch.block_tables
+        )
         return Selection(
             positions=positions,
-            host_slots=positions_to_host_slots(positions, request_rows, batch.block_tables),
-            scores=selected.masked_fill(positions < 0, float("-inf")),
+            host_slots=HostSlots(slots),
+            scores=selected,
             kth_scores=kth_scores,
         )

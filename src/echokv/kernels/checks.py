@@ -40,5 +40,20 @@ def check_tensor(
         )
 
 
+def check_rows(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: torch.dtype | tuple[torch.dtype, ...],
+    *,
+    device: torch.device | None = None,
+) -> None:
+    """`check_tensor`, but for a view of rows: each contiguous in itself, at any distance."""
+    if tensor.dim() == len(shape) and shape[0] in (None, tensor.shape[0]):
+        check_tensor(name, tensor[:1], (None, *shape[1:]), dtypes, device=device)
+    else:
+        check_tensor(name, tensor, shape, dtypes, device=device)
+
+
 FLOATS = (torch.float32, torch.bfloat16)
 """The dtypes that activations may come in."""

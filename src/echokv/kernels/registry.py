@@ -42,6 +42,16 @@ OPS = {
     "prefetch_candidates": "candidates",
     "update_thresholds": "thresholds",
     "count_useful": "useful",
+    "rms_norm": "norms",
+    "add_rms_norm": "norms",
+    "mla_latents": "latents",
+    "index_key_rows": "latents",
+    "rotate": "rotary",
+    "silu_mul": "gating",
+    "add_rounded": "gating",
+    "wide_linear": "wide_linear",
+    "route": "route",
+    "name_rows": "name_rows",
     "fp8_linear": "fp8_linear",
     "fp8_gate_up": "fp8_linear",
     "fp8_experts": "fp8_experts",
@@ -127,7 +137,62 @@ class Fp8Kernels(Protocol):
     ) -> Tensor: ...
 
 
-class Kernels(Fp8Kernels, Protocol):
+class ModelKernels(Protocol):
+    """What stands between a model's products."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def mla_latents(
+        self,
+        q_a: Tensor,
+        kv_a: Tensor,
+        q_weight: Tensor,
+        kv_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def index_key_rows(
+        self,
+        keys: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        interleaved: bool,
+    ) -> Tensor: ...
+
+    def rotate(
+        self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool
+    ) -> None: ...
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+    def route(
+        self,
+        logits: Tensor,
+        bias: Tensor,
+        *,
+        groups: int,
+        chosen_groups: int,
+        chosen: int,
+        normalise: bool,
+        factor: float,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def add_rounded(self, total: Tensor, more: Tensor) -> Tensor: ...
+
+    def wide_linear(self, x: Tensor, weight: Tensor, factor: float) -> Tensor: ...
+
+
+class Kernels(Fp8Kernels, ModelKernels, Protocol):
     """Every op of one backend. Contracts are the docstrings in `kernels/reference`."""
 
     @property
@@ -302,6 +367,20 @@ class Kernels(Fp8Kernels, Protocol):
         priority: Tensor,
         total: Tensor,
     ) -> None: ...
+
+    def name_rows(
+        self, positions: Tensor, scores: Tensor, request_rows: Tensor, block_tables: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def reference_model_kernels() -> ModelKernels:
+    """Plain PyTorch, for modules that are built without a backend."""
+    names = [name for name in vars(ModelKernels) if name in OPS]
+    functions = {
+        op: getattr(importlib.import_module(f"echokv.kernels.reference.{OPS[op]}"), op)
+        for op in names
+    }
+    return cast(ModelKernels, SimpleNamespace(**functions))
 
 
 def load_kernels(

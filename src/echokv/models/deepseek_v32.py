@@ -30,23 +30,36 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(config, mlp)
         else:
             self.mlp = mlp.gated_mlp(config.hidden_size, config.intermediate_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        norm = (config.hidden_size, config.rms_norm_eps, matrices.ops)
+        self.input_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm(*norm)
 
     def forward(
         self,
         hidden: Tensor,
+        delta: Tensor | None,
         batch: ForwardBatch,
         context: ForwardContext,
         angles: tuple[Tensor, Tensor],
         selection: Selection | None,
-    ) -> tuple[Tensor, Selection]:
-        """[T, hidden] -> [T, hidden], and the selection for a following shared layer."""
-        attended, selection = self.self_attn(
-            self.input_layernorm(hidden), batch, context, angles, selection
-        )
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), selection
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """One layer over the residual stream, whose last addition is left to the next norm.
+
+        Args:
+            hidden: [T, hidden], the residual stream but for delta.
+            delta: [T, hidden], what the previous layer adds; None in the first.
+            batch: the pass.
+            context: indexer, attention and observer.
+            angles: cosines and sines, each [T, rope_dim / 2].
+            selection: the previous full layer's.
+
+        Returns:
+            hidden and delta as before, and the selection for a following shared layer.
+        """
+        hidden, normed = self.input_layernorm.of_sum(hidden, delta)
+        attended, selection = self.self_attn(normed, batch, context, angles, selection)
+        hidden, normed = self.post_attention_layernorm.of_sum(hidden, attended)
+        return hidden, self.mlp(normed), selection
 
 
 class DeepseekV32(nn.Module):
@@ -72,7 +85,7 @@ class DeepseekV32(nn.Module):
                 DecoderLayer(config, layer, matrices.under(f"layers.{layer}"))
                 for layer in range(config.num_hidden_layers)
             )
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, matrices.ops)
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -92,12 +105,12 @@ class DeepseekV32(nn.Module):
         context.indexer.begin_pass(batch)
         angles = self._rope.angles(batch.positions)
         hidden: Tensor = self.embed_tokens(batch.token_ids)
+        delta: Tensor | None = None
         selection: Selection | None = None
         for layer in self.layers:
-            hidden, selection = layer(hidden, batch, context, angles, selection)
+            hidden, delta, selection = layer(hidden, delta, batch, context, angles, selection)
         context.attention.end_pass()
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return self.norm.of_sum(hidden, delta)[1]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits of some rows of `forward`'s result, which the caller pads to a fixed shape.

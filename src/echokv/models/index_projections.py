@@ -1,4 +1,4 @@
-"""From hidden states to the indexer's queries, keys and head weights (DeepSeek-V3.2, section 2.1).
+"""The indexer's queries, keys and head weights, as a layer makes them (DeepSeek-V3.2, section 2.1).
 
 Follows DeepSeek's reference code as fixed in November 2025: half-split rope for V3.2 and head
 weights in float32. GLM rotates interleaved (`RopeConfig.indexer_interleaved`).
@@ -6,12 +6,10 @@ weights in float32. GLM rotates interleaved (`RopeConfig.indexer_interleaved`).
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from echokv.config import ModelConfig
+from echokv.kernels.registry import ModelKernels
 from echokv.models.layers import LayerNorm, weight
-from echokv.models.matrices import Matrices
-from echokv.models.rope import rotate_half, rotate_interleaved
 
 KEY_NORM_EPS = 1e-6
 
@@ -19,46 +17,67 @@ KEY_NORM_EPS = 1e-6
 class HeadWeights(nn.Module):
     """How much each index head counts for a token; float32 throughout."""
 
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, ops: ModelKernels) -> None:
         super().__init__()
+        self._ops = ops
         self.weight = weight(num_heads, hidden_size, dtype=torch.float32)
         self._scale: float = num_heads**-0.5
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, H] float32, times H ** -0.5."""
-        return functional.linear(x.float(), self.weight) * self._scale
+        return self._ops.wide_linear(x, self.weight, self._scale)
 
 
 class IndexProjections(nn.Module):
-    """The indexer's weights in one layer."""
+    """The indexer's part in one layer; the layer joins its two projections with its own.
 
-    def __init__(self, config: ModelConfig, matrices: Matrices) -> None:
+    Args:
+        config: shapes.
+        ops: what stands between the products.
+    """
+
+    def __init__(self, config: ModelConfig, ops: ModelKernels) -> None:
         super().__init__()
         heads, dim = config.index_n_heads, config.index_head_dim
-        self.wq_b = matrices.linear("wq_b", config.q_lora_rank, heads * dim)
-        self.wk = matrices.linear("wk", config.hidden_size, dim)
-        self.k_norm = LayerNorm(dim, KEY_NORM_EPS)
-        self.weights_proj = HeadWeights(config.hidden_size, heads)
-        self._heads, self._rope_dim = heads, config.qk_rope_head_dim
-        self._rotate = rotate_interleaved if config.rope.indexer_interleaved else rotate_half
+        self.k_norm = LayerNorm(dim)
+        self.weights_proj = HeadWeights(config.hidden_size, heads, ops)
+        self._shape = (heads, dim)
+        self._interleaved = config.rope.indexer_interleaved
+        self._ops = ops
 
-    def forward(
-        self, x: Tensor, q_latent: Tensor, angles: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project and rotate; the first qk_rope_head_dim dimensions carry the position.
+    def query(
+        self, x: Tensor, projected: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate the query; the first rope dimensions of a head carry the position.
 
         Args:
             x: [T, hidden], the layer's normed input.
-            q_latent: [T, q_lora_rank], normed.
+            projected: [T, H * D], wq_b of the query's latent.
             angles: cosines and sines, each [T, rope_dim / 2].
 
         Returns:
-            query [T, H, D], keys [T, D], weights [T, H] float32.
+            query [T, H, D], weights [T, H] float32.
         """
-        query = self.wq_b(q_latent).unflatten(-1, (self._heads, -1))
-        keys = self.k_norm(self.wk(x))
-        return self._positioned(query, angles), self._positioned(keys, angles), self.weights_proj(x)
+        heads = projected.unflatten(-1, self._shape)
+        query = heads.new_empty(heads.shape)
+        self._ops.rotate(heads, *angles, query, interleaved=self._interleaved)
+        return query, self.weights_proj(x)
 
-    def _positioned(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        rotated = self._rotate(x[..., : self._rope_dim], *angles)
-        return torch.cat((rotated, x[..., self._rope_dim :]), -1)
+    def keys(self, projected: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Norm and rotate the keys.
+
+        Args:
+            projected: [T, D], wk of the layer's normed input.
+            angles: cosines and sines, each [T, rope_dim / 2].
+
+        Returns:
+            [T, D].
+        """
+        return self._ops.index_key_rows(
+            projected,
+            self.k_norm.weight,
+            self.k_norm.bias,
+            KEY_NORM_EPS,
+            *angles,
+            interleaved=self._interleaved,
+        )

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from echokv.kernels.registry import ModelKernels, reference_model_kernels
+
+PLAIN = reference_model_kernels()
+"""What modules run on that are built without a backend."""
+
 
 def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """An uninitialised parameter without gradient."""
@@ -49,45 +54,60 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension; float32 inside, the dtype of x outside."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, ops: ModelKernels = PLAIN) -> None:
         super().__init__()
         self.weight = weight(dim, dtype=torch.float32)
         self._eps = eps
+        self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return (wide * scale * self.weight).to(x.dtype)
+        """Normalise [T, dim]."""
+        return self._ops.rms_norm(x, self.weight, self._eps)
+
+    def of_sum(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta (x where that is None), and the norm of it."""
+        if delta is None:
+            return x, self(x)
+        return self._ops.add_rms_norm(x, delta, self.weight, self._eps)
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm with bias; float32 inside, the dtype of x outside."""
+    """The parameters of a LayerNorm with bias; who holds it computes it."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
         self.weight = weight(dim, dtype=torch.float32)
         self.bias = weight(dim, dtype=torch.float32)
-        self._eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        shape = self.weight.shape
-        return functional.layer_norm(x.float(), shape, self.weight, self.bias, self._eps).to(
-            x.dtype
-        )
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Stacked):
     """down(silu(gate(x)) * up(x)): dense layers and shared experts."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        ops: ModelKernels = PLAIN,
+    ) -> None:
         super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, dtype)
-        self.up_proj = Linear(hidden_size, intermediate_size, dtype)
+        self._ops = ops
+        self.gate_up_proj = weight(2 * intermediate_size, hidden_size, dtype=dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        """[T, hidden] -> [T, hidden].
+
+        One product on a GPU; two on a CPU, where an output's bits may depend on the shape.
+        """
+        if x.is_cuda:
+            gate, up = functional.linear(x, self.gate_up_proj).chunk(2, -1)
+        else:
+            gate, up = (functional.linear(x, half) for half in self.gate_up_proj.chunk(2))
+        out: Tensor = self.down_proj(self._ops.silu_mul(gate, up))
         return out
+
+    def places(self) -> dict[str, Tensor]:
+        """See `Stacked`."""
+        gate, up = self.gate_up_proj.chunk(2)
+        return {"gate_proj.weight": gate, "up_proj.weight": up}

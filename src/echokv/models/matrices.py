@@ -7,15 +7,15 @@ matrices; norms, embeddings, the router and lm_head are never in fp8.
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from echokv.kernels.reference.fp8_linear import FP8_BLOCK
-from echokv.kernels.registry import Fp8Kernels
+from echokv.kernels.registry import Fp8Kernels, ModelKernels
 from echokv.models.fp8 import Fp8GatedMLP, Fp8Linear
-from echokv.models.layers import GatedMLP, Linear
+from echokv.models.layers import PLAIN, GatedMLP, Linear
 
 
 def everything(name: str) -> bool:
@@ -33,6 +33,7 @@ class Matrices:
     kernels: Fp8Kernels | None = None  # None with keep_fp8: a model that is only counted
     is_fp8: Callable[[str], bool] = everything  # whether a weight of that name is stored in fp8
     prefix: str = "model."
+    ops: ModelKernels = field(default_factory=lambda: PLAIN)  # what stands between the matrices
 
     def under(self, name: str) -> "Matrices":
         """The same for a submodule."""
@@ -62,4 +63,4 @@ class Matrices:
         names = ("gate_proj", "up_proj", "down_proj")
         if self.stay_fp8(*names, sizes=(hidden_size, intermediate_size)):
             return Fp8GatedMLP(hidden_size, intermediate_size, self.kernels)
-        return GatedMLP(hidden_size, intermediate_size, self.dtype)
+        return GatedMLP(hidden_size, intermediate_size, self.dtype, self.ops)

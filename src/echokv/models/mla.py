@@ -5,16 +5,16 @@ reads the cached rows as they are; its output leaves the latent space through th
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echokv.attention.context import ForwardContext
 from echokv.cache.batch import ForwardBatch
 from echokv.config import ModelConfig
 from echokv.indexer.indexer import Selection
 from echokv.models.index_projections import IndexProjections
+from echokv.models.joined import Joined
 from echokv.models.layers import RMSNorm, Stacked, weight
 from echokv.models.matrices import Matrices
-from echokv.models.rope import rotate_interleaved
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the two latent norms: DeepSeek's and HF's default, whatever rms_norm_eps says."""
@@ -41,17 +41,27 @@ class LatentExpansion(Stacked):
         """See `Stacked`."""
         return {"weight": self.weight.flatten(0, 1)}
 
-    def absorb(self, q_nope: Tensor) -> Tensor:
-        """[T, H, nope] -> [T, H, latent]."""
-        return torch.bmm(q_nope.transpose(0, 1), self.weight[:, : self._nope]).transpose(0, 1)
+    def absorb(self, q_nope: Tensor, out: Tensor) -> None:
+        """[T, H, nope] -> out [T, H, latent], any view of contiguous rows."""
+        _by_head(q_nope, self.weight[:, : self._nope], out)
 
     def expand_values(self, latent: Tensor) -> Tensor:
         """[T, H, latent] -> [T, H, v]."""
         values = self.weight[:, self._nope :].transpose(1, 2)  # [H, latent, v]
-        return torch.bmm(latent.transpose(0, 1), values).transpose(0, 1)
+        out = latent.new_empty(*latent.shape[:2], values.shape[2])
+        _by_head(latent, values, out)
+        return out
 
 
-class MLA(nn.Module):
+def _by_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out[t, h] = x[t, h] @ weight[h]."""
+    if x.is_cuda:  # cuBLAS writes to any leading dimension, so nothing is copied
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    else:
+        out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))
+
+
+class MLA(Stacked):
     """One layer's attention, its indexer included where it has one.
 
     Args:
@@ -64,21 +74,31 @@ class MLA(nn.Module):
         super().__init__()
         hidden, q_rank = config.hidden_size, config.q_lora_rank
         self._layer = layer
+        self._ops = matrices.ops
         self._heads = config.num_attention_heads
         self._q_dims = (config.qk_nope_head_dim, config.qk_rope_head_dim)
         self._kv_dims = (config.kv_lora_rank, config.qk_rope_head_dim)
-        self.q_a_proj = matrices.linear("q_a_proj", hidden, q_rank)
+        from_hidden = {"q_a_proj": q_rank, "kv_a_proj_with_mqa": sum(self._kv_dims)}
+        from_latent = {"q_b_proj": self._heads * sum(self._q_dims)}
+        if layer in config.index_layers:
+            index_dim = config.index_head_dim
+            # Whole blocks of fp8 first: the one odd size comes last, and nothing is padded.
+            from_hidden = {"q_a_proj": q_rank, "indexer.wk": index_dim} | from_hidden
+            from_latent["indexer.wq_b"] = config.index_n_heads * index_dim
+        self.from_hidden = Joined(from_hidden, hidden, matrices)
+        self.from_latent = Joined(from_latent, q_rank, matrices)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
-        self.q_b_proj = matrices.linear("q_b_proj", q_rank, self._heads * sum(self._q_dims))
-        kv_a = "kv_a_proj_with_mqa"
-        self.kv_a_proj_with_mqa = matrices.linear(kv_a, hidden, sum(self._kv_dims))
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = LatentExpansion(config, matrices.dtype)
         self.o_proj = matrices.linear("o_proj", self._heads * config.v_head_dim, hidden)
         self.indexer = None
         if layer in config.index_layers:
-            self.indexer = IndexProjections(config, matrices.under("indexer"))
+            self.indexer = IndexProjections(config, matrices.ops)
             self._index_layer = config.index_layers.index(layer)
+
+    def places(self) -> dict[str, Tensor]:
+        """See `Stacked`; the matrices that are joined, under their own names."""
+        return self.from_hidden.parts() | self.from_latent.parts()
 
     def forward(
         self,
@@ -103,37 +123,54 @@ class MLA(nn.Module):
         Returns:
             [T, hidden], and the selection that was attended.
         """
-        q_latent: Tensor = self.q_a_layernorm(self.q_a_proj(x))
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split(self._kv_dims, -1)
-        latent = self.kv_a_layernorm(latent)
-        context.attention.append(self._layer, latent, rotate_interleaved(k_rope, *angles), batch)
-        selection = self._select(x, q_latent, batch, context, angles, selection)
-        query = self._absorbed_query(q_latent, angles)
+        from_hidden = self.from_hidden(x)  # q_a, the index key if any, kv_a
+        q_latent, latent, k_rope = self._latents(from_hidden[0], from_hidden[-1], angles)
+        context.attention.append(self._layer, latent, k_rope, batch)
+        from_latent = self.from_latent(q_latent)  # the query, the index query if any
+        if self.indexer is not None:
+            query, weights = self.indexer.query(x, from_latent[1], angles)
+            keys = self.indexer.keys(from_hidden[1], angles)
+            context.indexer.append(self._index_layer, keys, batch)
+            selection = context.indexer.select(self._index_layer, query, weights, batch)
+            if context.observer is not None:
+                context.observer(self._layer, batch, selection)
+        assert selection is not None, "ModelConfig guarantees that the first layer is full"
+        query = self._absorbed_query(from_latent[0], angles)
         attended = context.attention.attend(self._layer, query, selection, batch)
         values = self.kv_b_proj.expand_values(attended)  # [T, H, v]
-        return self.o_proj(values.flatten(1)), selection
+        out: Tensor = self.o_proj(values.flatten(1))
+        return out, selection
 
-    def _absorbed_query(self, q_latent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """[T, q_lora_rank] -> [T, H, latent + rope]."""
-        query = self.q_b_proj(q_latent).unflatten(-1, (self._heads, -1))
-        nope, rope = query.split(self._q_dims, -1)
-        return torch.cat((self.kv_b_proj.absorb(nope), rotate_interleaved(rope, *angles)), -1)
+    def index_query(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The query and head weights that this layer's indexer makes of x, as in `forward`.
 
-    def _select(
-        self,
-        x: Tensor,
-        q_latent: Tensor,
-        batch: ForwardBatch,
-        context: ForwardContext,
-        angles: tuple[Tensor, Tensor],
-        previous: Selection | None,
-    ) -> Selection:
-        if self.indexer is None:
-            assert previous is not None, "ModelConfig guarantees that the first layer is full"
-            return previous
-        query, keys, weights = self.indexer(x, q_latent, angles)
-        context.indexer.append(self._index_layer, keys, batch)
-        selection = context.indexer.select(self._index_layer, query, weights, batch)
-        if context.observer is not None:
-            context.observer(self._layer, batch, selection)
-        return selection
+        Args:
+            x: [T, hidden], normed.
+            angles: cosines and sines, each [T, rope_dim / 2].
+        """
+        assert self.indexer is not None, "this layer shares another's selection"
+        q_a, _, kv_a = self.from_hidden(x)
+        q_latent, _, _ = self._latents(q_a, kv_a, angles)
+        return self.indexer.query(x, self.from_latent(q_latent)[1], angles)
+
+    def _latents(
+        self, q_a: Tensor, kv_a: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._ops.mla_latents(
+            q_a,
+            kv_a,
+            self.q_a_layernorm.weight,
+            self.kv_a_layernorm.weight,
+            LATENT_NORM_EPS,
+            *angles,
+        )
+
+    def _absorbed_query(self, projected: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """[T, H * (nope + rope)] -> [T, H, latent + rope]."""
+        heads: Tensor = projected.unflatten(-1, (self._heads, -1))
+        nope, rope = heads.split(self._q_dims, -1)
+        query: Tensor = heads.new_empty(*heads.shape[:2], sum(self._kv_dims))
+        latent_part, rope_part = query.split(self._kv_dims, -1)
+        self.kv_b_proj.absorb(nope, latent_part)
+        self._ops.rotate(rope, *angles, rope_part, interleaved=True)
+        return query

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from echokv.config import ModelConfig
+from echokv.kernels.registry import ModelKernels
 from echokv.models.fp8 import Fp8Experts
-from echokv.models.layers import Stacked, weight
+from echokv.models.layers import PLAIN, Stacked, weight
 from echokv.models.matrices import Matrices
 
 
@@ -23,9 +24,10 @@ class Router(nn.Module):
     can be chosen.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: ModelKernels = PLAIN) -> None:
         super().__init__()
         experts = config.n_routed_experts
+        self._ops = ops
         self.weight = weight(experts, config.hidden_size, dtype=torch.float32)
         self.e_score_correction_bias = weight(experts, dtype=torch.float32)
         self._config = config
@@ -39,24 +41,16 @@ class Router(nn.Module):
         Returns:
             weights [T, k] float32 and experts [T, k] int64, best choice first.
         """
-        scores = functional.linear(x.float(), self.weight).sigmoid()  # [T, E]
-        eligible = self._without_losing_groups(scores + self.e_score_correction_bias)
-        experts = eligible.topk(self._config.num_experts_per_tok, dim=-1).indices
-        weights = scores.gather(1, experts)
-        if self._config.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self._config.routed_scaling_factor, experts
-
-    def _without_losing_groups(self, choice: Tensor) -> Tensor:
-        """[T, E] with -inf at the experts of groups that lost."""
-        groups = self._config.n_group
-        if groups == 1:
-            return choice
-        grouped = choice.view(choice.shape[0], groups, -1)  # [T, G, E / G]
-        strength = grouped.topk(2, dim=-1).values.sum(-1)  # [T, G]
-        winners = strength.topk(self._config.topk_group, dim=-1).indices
-        lost = torch.ones_like(strength, dtype=torch.bool).scatter(1, winners, False)
-        return grouped.masked_fill(lost[:, :, None], float("-inf")).flatten(1)
+        config = self._config
+        return self._ops.route(
+            self._ops.wide_linear(x, self.weight, 1.0),
+            self.e_score_correction_bias,
+            groups=config.n_group,
+            chosen_groups=config.topk_group,
+            chosen=config.num_experts_per_tok,
+            normalise=config.norm_topk_prob,
+            factor=config.routed_scaling_factor,
+        )
 
 
 class Experts(Stacked):
@@ -163,7 +157,8 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, matrices: Matrices) -> None:
         super().__init__()
-        self.gate = Router(config)
+        self.gate = Router(config, matrices.ops)
+        self._ops = matrices.ops
         self.experts = _experts(config, matrices.under("experts"))
         self.shared_experts = None
         if config.n_shared_experts:
@@ -176,5 +171,5 @@ class MoE(nn.Module):
         weights, experts = self.gate(x)
         total: Tensor = self.experts(x, experts, weights)
         if self.shared_experts is not None:
-            total = total + self.shared_experts(x).float()
+            return self._ops.add_rounded(total, self.shared_experts(x))
         return total.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embedding with DeepSeek's YaRN, in both pairings of dimensions.
+"""Angles of the rotary position embedding with DeepSeek's YaRN; `kernels/*/rotary.py` rotates.
 
 Source: YaRN (arXiv 2309.00071) with the correction range as DeepSeek-V3.2's inference code has it;
 cos and sin carry mscale / mscale_all_dim as DeepSeek's published modelling code does (1 for V3.2).
@@ -73,31 +73,3 @@ class Rope:
         """
         angles = positions.float()[:, None] * self._frequencies
         return angles.cos() * self._magnitude, angles.sin() * self._magnitude
-
-
-def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (x0, x1), (x2, x3), ...; each stays where it was. Computed in float32.
-
-    Args:
-        x: [T, ..., dim].
-        cos: [T, dim / 2] float32.
-        sin: likewise.
-
-    Returns:
-        like x.
-    """
-    cos, sin = _broadcast(cos, x), _broadcast(sin, x)
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
-
-
-def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (x0, x[dim/2]), (x1, x[dim/2 + 1]), ...; as `rotate_interleaved` otherwise."""
-    cos, sin = _broadcast(cos, x), _broadcast(sin, x)
-    first, second = x.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
-
-
-def _broadcast(table: Tensor, x: Tensor) -> Tensor:
-    """[T, dim / 2] with as many middle dimensions of 1 as x has."""
-    return table.view(table.shape[0], *[1] * (x.dim() - 2), table.shape[1])

@@ -1,0 +1,316 @@
+"""Decoding at full model scale on one GPU: step times, the price of offloading, throughput.
+
+    python benchmarks/device/decode.py --output decode.json                 # on a GPU
+    python benchmarks/device/decode.py --small --output small.json          # anywhere
+
+One process makes the model once (61 layers, 32 of 256 experts, block fp8) and runs every case in
+the product's engine: KV filled at random, selections replayed at a given hit rate after the real
+indexer was paid for. Variants of a case take turns. A comparison counts only if both decode the
+same tokens. The result is written after every case. `--small` runs the same code at toy sizes; its
+times mean nothing.
+"""
+
+import argparse
+import dataclasses
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from echokv.bench import decode_report, report
+from echokv.bench.decode_engine import LoadedModel, PoolSizes
+from echokv.bench.decode_preset import preset_config
+from echokv.bench.decode_replay import SelectionSource, Turnover, hit_rates, turnover_rows
+from echokv.bench.decode_run import Steps, run_steps, run_throughput
+from echokv.bench.decode_sizes import TokenBytes, sizes_for_batch, sizes_for_bytes
+from echokv.config import EngineConfig
+from echokv.errors import EchoKVError
+from echokv.memory.slots import BLOCK_TOKENS, blocks_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What is measured: real sizes, or toy ones for a machine without a GPU."""
+
+    preset: str
+    layers: int
+    dense_layers: int  # of the case that peers run too: dense layers in bf16
+    long: int  # context of the comparisons
+    short: int  # context of the light load, below the smallest device pool
+    device_pool: int
+    dense_cases: tuple[tuple[int, int], ...]  # batch, context
+    batch: int
+    throughput_contexts: tuple[int, int]
+    output_len: int
+    budgets_gb: tuple[float, ...]
+    host_tokens: int  # most that host memory holds
+    paper_host_tokens: int
+    row_pools: tuple[int, ...]  # tokens: equal row pools, the paper's accounting
+
+
+REAL = Scale(
+    preset="deepseek-v3.2-dp8-slice",
+    layers=61,
+    dense_layers=10,
+    long=32_768,
+    short=4096,
+    device_pool=200_000,
+    dense_cases=((1, 8192), (13, 8192), (13, 24_576)),
+    batch=13,
+    throughput_contexts=(80_000, 100_000),
+    output_len=256,
+    budgets_gb=(27.0, 5.3, 19.0, 15.0, 9.6),
+    host_tokens=2_200_000,
+    paper_host_tokens=1_800_000,
+    row_pools=(325_000, 200_000, 110_000),
+)
+SMALL = Scale(
+    preset="small",
+    layers=2,
+    dense_layers=2,
+    long=700,
+    short=150,
+    device_pool=400,
+    dense_cases=((1, 200), (2, 200)),
+    batch=2,
+    throughput_contexts=(800, 1000),
+    output_len=3,
+    budgets_gb=(0.006, 0.0045),
+    host_tokens=10_000,
+    paper_host_tokens=4_000,
+    row_pools=(2000, 1200),
+)
+
+
+class Bench:
+    """One loaded model and the cases that run on it.
+
+    Args:
+        options: the command line.
+        scale: sizes.
+        loaded: the model.
+    """
+
+    def __init__(self, options: argparse.Namespace, scale: Scale, loaded: LoadedModel) -> None:
+        self._options = options
+        self._scale = scale
+        self._loaded = loaded
+        self._how = Steps(
+            steps=options.steps, rounds=options.rounds, warmup_steps=3, profile=options.profile
+        )
+
+    def dense(self) -> dict[str, Any]:
+        """Steps without offload by the real indexer: what peers' decode step is compared with."""
+        cases = {}
+        for batch, context in self._scale.dense_cases:
+            sizes = self._batch(batch, context + self._how.room, offload=False, device=None)
+            cases[f"{batch} x {context}"] = run_steps(
+                self._loaded, [sizes], lambda _: None, [context] * batch, self._how
+            )
+        return cases
+
+    def offload(self) -> dict[str, Any]:
+        """A batch of long contexts at hit rate 0.98, offloaded against resident."""
+        return self._compare(self._scale.batch, self._scale.long, "0.98", self._scale.device_pool)
+
+    def paper_rates(self) -> dict[str, Any]:
+        """The same at the hit rates that the paper reports, a layer."""
+        return self._compare(self._scale.batch, self._scale.long, "paper", self._scale.device_pool)
+
+    def paper_pools(self) -> dict[str, Any]:
+        """The paper's pools, 1.8M host and 200K device slots: what pinning and a step take."""
+        longest = self._scale.long + self._how.room
+        sizes = sizes_for_batch(
+            self._loaded.config,
+            offload=True,
+            batch=self._scale.batch,
+            longest=longest,
+            device_tokens=self._scale.device_pool,
+            host_tokens=self._scale.paper_host_tokens,
+        )
+        lengths = [self._scale.long] * self._scale.batch
+        figures = run_steps(self._loaded, [sizes], _source("paper"), lengths, self._how)
+        return {"variants": figures, "ratio": {}}
+
+    def light(self) -> dict[str, Any]:
+        """One short request, every row of it resident in either case."""
+        room = blocks_for(self._scale.short + self._how.room) * BLOCK_TOKENS
+        pool = max(room, 2 * self._loaded.config.index_topk)
+        return self._compare(1, self._scale.short, "0.98", pool)
+
+    def equal_bytes(self) -> dict[str, Any]:
+        """Throughput at equal bytes of HBM for rows, index keys and metadata."""
+        loaded, scale = self._loaded, self._scale
+        each = TokenBytes.of(loaded.config, loaded.row_format, loaded.index_key_format)
+        cases = {}
+        for gigabytes in self._options.budgets or scale.budgets_gb:
+            variants = [
+                sizes_for_bytes(
+                    loaded.config,
+                    each,
+                    offload=offload,
+                    hbm_bytes=int(gigabytes * 1e9),
+                    longest=scale.throughput_contexts[1] + scale.output_len,
+                    max_host_tokens=scale.host_tokens,
+                )
+                for offload in (True, False)
+            ]
+            cases[f"{gigabytes} GB"] = self._throughput(variants)
+        return cases
+
+    def equal_rows(self) -> dict[str, Any]:
+        """Throughput at equal row pools, index keys not counted: the paper's accounting."""
+        longest = self._scale.throughput_contexts[1] + self._scale.output_len
+        tokens = blocks_for(longest) * BLOCK_TOKENS
+        topk = self._loaded.config.index_topk
+        cases = {}
+        for pool in self._scale.row_pools:
+            batch = min(self._scale.host_tokens // tokens, pool // topk - 1)
+            variants = [
+                self._batch(batch, longest, offload=True, device=pool),
+                self._batch(pool // tokens, longest, offload=False, device=None),
+            ]
+            cases[f"{pool} tokens"] = self._throughput(variants)
+        return cases
+
+    def _compare(
+        self, batch: int, context: int, rate: str | None, device_pool: int
+    ) -> dict[str, Any]:
+        longest = context + self._how.room
+        variants = [
+            self._batch(batch, longest, offload=offload, device=device_pool if offload else None)
+            for offload in (True, False)
+        ]
+        lengths = [context] * batch
+        figures = run_steps(self._loaded, variants, _source(rate), lengths, self._how)
+        return {"variants": figures, "ratio": decode_report.ratios(figures)}
+
+    def _throughput(self, variants: Sequence[PoolSizes]) -> dict[str, Any]:
+        low, high = self._scale.throughput_contexts
+        lengths = random.Random(0)
+        contexts = [[lengths.randint(low, high) for _ in range(one.batch)] for one in variants]
+        output_len = self._options.output_len or self._scale.output_len
+        figures = run_throughput(self._loaded, variants, _source("paper"), contexts, output_len)
+        return {"variants": figures, "ratio": decode_report.ratios(figures)}
+
+    def _batch(self, batch: int, longest: int, *, offload: bool, device: int | None) -> PoolSizes:
+        return sizes_for_batch(
+            self._loaded.config,
+            offload=offload,
+            batch=batch,
+            longest=longest,
+            device_tokens=device,
+            host_tokens=None,
+        )
+
+
+def _source(rate: str | None) -> Callable[[LoadedModel], SelectionSource | None]:
+    def make(loaded: LoadedModel) -> SelectionSource | None:
+        if rate is None:
+            return None
+        topk, layers = loaded.config.index_topk, len(loaded.config.index_layers)
+        return Turnover(turnover_rows(hit_rates(rate, layers), topk), topk, loaded.device)
+
+    return make
+
+
+CASES = {
+    "dense": Bench.dense,
+    "offload": Bench.offload,
+    "light": Bench.light,
+    "paper-rates": Bench.paper_rates,
+    "paper-pools": Bench.paper_pools,
+    "equal-bytes": Bench.equal_bytes,
+    "equal-rows": Bench.equal_rows,
+}
+"""In the order they run; "dense" has a model of its own, in bf16."""
+
+
+def main() -> int:
+    """Run the cases, writing JSON after each; 1 when one failed."""
+    options = _options()
+    scale = SMALL if options.small else REAL
+    result: dict[str, Any] = report.environment(options.commit) | {
+        "scale": dataclasses.asdict(scale)
+    }
+    failed = False
+    for group in (["dense"], [case for case in CASES if case != "dense"]):
+        wanted = [case for case in group if case in options.cases]
+        if wanted:
+            failed |= not _run_group(options, scale, wanted, result)
+    return 1 if failed else 0
+
+
+def _run_group(
+    options: argparse.Namespace, scale: Scale, cases: list[str], result: dict[str, Any]
+) -> bool:
+    dense = cases == ["dense"]
+    raw = preset_config(
+        scale.preset,
+        num_layers=scale.dense_layers if dense else options.layers or scale.layers,
+        dense_layers=scale.dense_layers if dense else None,
+        weights="bf16" if dense or options.small else "fp8",
+    )
+    good = True
+    with TemporaryDirectory(prefix="echokv-decode-") as folder:
+        config = EngineConfig(
+            model=folder, backend=options.backend, max_waiting_requests=2**20, seed=1
+        )
+        loaded = LoadedModel.make(raw, Path(folder), config)
+        result["dense model" if dense else "model"] = decode_report.run_figures(
+            loaded, scale.preset
+        )
+        for case in cases:
+            start = time.perf_counter()
+            try:
+                result[case] = CASES[case](Bench(options, scale, loaded))
+            except EchoKVError as error:
+                good = False
+                result[case] = {"error": str(error)}
+                print(f"{case}: {error}", file=sys.stderr)
+            print(f"== {case}: {time.perf_counter() - start:.1f} s", flush=True)
+            _show(case, result, options)
+            report.write_json(options.output, result)
+    return good
+
+
+def _show(case: str, result: dict[str, Any], options: argparse.Namespace) -> None:
+    figures = result[case]
+    model = result["dense model" if case == "dense" else "model"]
+    cases = {case: figures} if "variants" in figures or "error" in figures else figures
+    for name, one in cases.items():
+        if "error" in one:
+            continue
+        variants = one.get("variants", one)
+        print(f"-- {name}")
+        shown = {**model, "variants": variants, "ratio": one.get("ratio", {})}
+        decode_report.render(shown, Console(width=options.width))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--commit", help="of the code that runs; default: the git checkout's")
+    parser.add_argument("--small", action="store_true", help="toy sizes, for a CPU")
+    parser.add_argument("--backend", default="auto", help="auto, reference, triton or cuda")
+    parser.add_argument("--layers", type=int, help="layers of the fp8 slice; default: all")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--budgets", nargs="+", type=float, help="GB of equal-bytes")
+    parser.add_argument("--output-len", type=int, help="tokens a request of the throughput cases")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps a round")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
+    parser.add_argument("--profile", type=int, help="kernels to list after step cases")
+    parser.add_argument("--width", type=int, default=100, help="columns of the tables")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
