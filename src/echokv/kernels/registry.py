@@ -39,7 +39,7 @@ OPS = {
 }
 """Op -> the module that holds it, under the same name in every backend's folder."""
 
-CUDA_OPS = ("topk", "recall")
+CUDA_OPS = ("index_scores", "topk", "recall")
 """Ops that have a CUDA C++ kernel; `--backend cuda` takes Triton's for the rest."""
 
 AUTO_ON_HOPPER = "triton"

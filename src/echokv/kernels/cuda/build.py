@@ -17,7 +17,7 @@ from echokv.log import get_logger
 logger = get_logger(__name__)
 
 FOLDER = Path(__file__).parent
-HEADERS = ("device.cuh",)
+HEADERS = ("device.cuh", "hopper.cuh", "schedule.cuh")
 ARCHITECTURE = "sm_90a"
 OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v")
 

@@ -27,7 +27,7 @@ struct Words {  // sixteen bytes
 #define DEVICE static __device__ __forceinline__
 
 DEVICE u8* shared_memory() {
-  extern __shared__ __align__(16) u8 bytes[];
+  extern __shared__ __align__(128) u8 bytes[];
   return bytes;
 }
 

@@ -1,0 +1,225 @@
+"""The indexer's scores on one Hopper GPU: right first, then how long they take.
+
+    python benchmarks/device/index_scores.py --out index_scores.json
+
+Beside Triton's and, where its package is importable, DeepGEMM's paged logits. The oracle is the
+formula in fp64 over the quantised bytes. Each shape has enough layers, every one with pages of its
+own, that none is in the L2 cache when it is read. Times are a layer's share of a CUDA graph over
+all of them, the median of replays, variants in turn.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echokv.bench.report import environment
+from echokv.kernels.cuda import index_scores as cuda
+from echokv.kernels.reference.index_keys import quantise_ue8m0, rotate
+from echokv.kernels.reference.index_scores import score_width
+from echokv.kernels.triton import index_scores as triton
+from echokv.memory.formats import IndexKeyFormat
+
+FMT = IndexKeyFormat(name="fp8", head_dim=128)
+SHAPES = ((13, 98_304), (13, 32_768), (102, 16_384), (1, 98_304), (2, 98_304), (64, 32_768))
+L2_BYTES = 50 * 2**20
+ROUNDS = 40
+
+
+@dataclass
+class Case:
+    """A pass over some layers: queries of one token a request, and pages in random order."""
+
+    query: Tensor  # [T, H, 128]
+    weights: Tensor
+    pages: list[Tensor]  # a layer's, [n_pages, 8448]
+    tables: Tensor
+    rows: Tensor
+    lens: Tensor
+    longest: int
+
+    def run(self, op: Callable[..., Tensor], layer: int = 0) -> Tensor:
+        """One layer's scores by an implementation of the op."""
+        return op(
+            self.query, self.weights, self.pages[layer], FMT, self.tables, self.rows, self.lens,
+            self.longest,
+        )  # fmt: skip
+
+
+def make_case(lens: list[int], heads: int, layers: int, device: torch.device) -> Case:
+    """Normal keys and queries; what no request owns is NaN."""
+    blocks = [-(-length // 64) for length in lens]
+    total = sum(blocks)
+    tables = torch.full((len(lens), max(1, *blocks)), -1, dtype=torch.int32)
+    ids, at = torch.randperm(total + 1)[:total].to(torch.int32), 0
+    for row, count in enumerate(blocks):
+        tables[row, :count] = ids[at : at + count]
+        at += count
+    pages = []
+    for _ in range(layers):
+        layer = torch.full((total + 1, FMT.page_bytes), 0xFF, dtype=torch.uint8, device=device)
+        codes = torch.randn(total + 1, 64 * 128, device=device) * 64
+        layer[:, : 64 * 128] = codes.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        scales = torch.exp2(torch.randint(-9, -5, (total + 1, 64), device=device).float())
+        layer[:, 64 * 128 :] = scales.view(torch.uint8)
+        for row, length in enumerate(lens):  # the keys past a row's end
+            if length % 64:
+                page = layer[int(tables[row, blocks[row] - 1])]
+                page[length % 64 * 128 : 64 * 128] = 0xFF
+                page[64 * 128 + length % 64 * 4 :] = 0xFF
+        pages.append(layer)
+    return Case(
+        torch.randn(len(lens), heads, 128, dtype=torch.bfloat16, device=device),
+        torch.randn(len(lens), heads, device=device), pages, tables.to(device),
+        torch.arange(len(lens), dtype=torch.int32, device=device),
+        torch.tensor(lens, dtype=torch.int32, device=device), max(lens),
+    )  # fmt: skip
+
+
+def exact_scores(case: Case, row: int, layer: int) -> tuple[Tensor, Tensor]:
+    """fp64 scores of one row and sums of the terms' magnitudes, from the bytes that are stored."""
+    length = int(case.lens[row])
+    picked = case.pages[layer][case.tables[row, : -(-length // 64)].long()]
+    keys = picked[:, : 64 * 128].view(torch.float8_e4m3fn).double().view(-1, 128)[:length]
+    scales = picked[:, 64 * 128 :].contiguous().view(torch.float32).double().flatten()[:length]
+    codes, factors = quantise_ue8m0(rotate(case.query[row]))
+    vectors = codes.double() * factors.double()[:, None] * 128**-0.5
+    dots = torch.relu(vectors @ keys.T) * scales
+    weights = case.weights[row].double()
+    return weights @ dots, weights.abs() @ dots
+
+
+def check(heads: int, lens: list[int], device: torch.device) -> dict[str, Any]:
+    """Both kernels against fp64; ours may be off by twice what Triton is, plus rounding."""
+    case = make_case(lens, heads, 1, device)
+    ours, theirs = case.run(cuda.index_scores), case.run(triton.index_scores)
+    again = case.run(cuda.index_scores)
+    worst, ok = 0.0, torch.equal(ours, again)
+    for row, length in enumerate(lens):
+        ok &= bool((ours[row, length:] == -torch.inf).all())
+        if length == 0:
+            continue
+        exact, size = exact_scores(case, row, 0)
+        error = float((ours[row, :length] - exact).abs().max())
+        allowed = 2 * float((theirs[row, :length] - exact).abs().max()) + 1e-6 * float(size.max())
+        worst = max(worst, error / float(size.max()))
+        ok &= error <= allowed
+    return {"heads": heads, "rows": len(lens), "longest": max(lens), "ok": bool(ok),
+            "largest_relative_error": worst}  # fmt: skip
+
+
+CHECKED = (
+    [1, 63, 64, 65, 2047, 2048, 2049, 0, 0, 4097, 191],
+    [98_304, 0, 12_345],
+    [(7 * row) % 300 for row in range(700)],
+    [16_384] * 102,
+    [0, 0],
+)
+
+
+class DeepGemm:
+    """DeepGEMM's paged logits on the same pages, its schedule made beforehand, as it is meant."""
+
+    def __init__(self, case: Case) -> None:
+        import deep_gemm
+
+        self.module, self.case = deep_gemm, case
+        codes, factors = quantise_ue8m0(rotate(case.query))
+        self.query = codes[:, None].contiguous()
+        self.weights = case.weights * factors * 128**-0.5
+        self.lens = case.lens[:, None].contiguous()
+        self.schedule = deep_gemm.get_paged_mqa_logits_metadata(
+            self.lens, 64, deep_gemm.get_num_sms()
+        )
+
+    def __call__(self, layer: int) -> Tensor:
+        """One layer's logits; what lies past a context is left as it was."""
+        return self.module.fp8_paged_mqa_logits(
+            self.query, self.case.pages[layer].view(-1, 64, 1, 132), self.weights, self.lens,
+            self.case.tables, self.schedule, self.case.longest, clean_logits=False,
+        )  # fmt: skip
+
+
+def interleaved(variants: dict[str, Callable[[], object]], share: int) -> dict[str, float]:
+    """Median microseconds of each variant's graph, divided by `share`."""
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, run in variants.items():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            run()
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples[name].append(begin.elapsed_time(end) * 1e3 / share)
+    return {name: statistics.median(taken) for name, taken in samples.items()}
+
+
+def time_shape(rows: int, length: int, device: torch.device) -> dict[str, Any]:
+    """One shape: the whole op, and the scores alone from a query that is already quantised."""
+    layers = max(1, 4 * L2_BYTES // (rows * length * 132))
+    layers = max(layers, 4) if layers > 1 else 2
+    case = make_case([length] * rows, 64, layers, device)
+    images = cuda.quantise_query(case.query, case.weights)
+    out = torch.empty(rows, score_width(length), device=device)
+    each = range(layers)
+
+    def scores_only(layer: int) -> None:
+        cuda.score_images(images, 64, case.pages[layer], case.tables, case.rows, case.lens, out)
+
+    variants: dict[str, Callable[[], object]] = {
+        "cuda": lambda: [case.run(cuda.index_scores, layer) for layer in each],
+        "triton": lambda: [case.run(triton.index_scores, layer) for layer in each],
+        "cuda, query quantised": lambda: [scores_only(layer) for layer in each],
+    }
+    try:
+        theirs = DeepGemm(case)
+        logits, ours = theirs(0), case.run(cuda.index_scores)
+        gap = float((logits[:, :length] - ours[:, :length]).abs().max())
+        variants["deep_gemm, query quantised"] = lambda: [theirs(layer) for layer in each]
+    except ImportError:
+        gap = None
+    times = interleaved(variants, layers)
+    moved = rows * length * (132 + 4)
+    line = ", ".join(f"{name} {taken:.1f}" for name, taken in times.items())
+    print(f"{rows} x {length} ({layers} layers): {line} us", flush=True)
+    return {"rows": rows, "length": length, "layers": layers, "bytes": moved,
+            "largest_gap_to_deep_gemm": gap, "median_us": times}  # fmt: skip
+
+
+def main() -> None:
+    """Parse flags, check, time, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--commit", help="of the code that runs; default: the git checkout's")
+    args = parser.parse_args()
+    torch.manual_seed(1)
+    device = torch.device("cuda")
+    checks = [check(heads, lens, device) for heads in (64, 32) for lens in CHECKED]
+    for verdict in checks:
+        print(verdict, flush=True)
+    if not all(verdict["ok"] for verdict in checks):
+        sys.exit("wrong scores: nothing is timed")
+    timings = [time_shape(rows, length, device) for rows, length in SHAPES]
+    found = {"environment": environment(args.commit), "checks": checks, "timings": timings}
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
