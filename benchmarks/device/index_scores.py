@@ -30,7 +30,8 @@ from echokv.memory.formats import IndexKeyFormat
 FMT = IndexKeyFormat(name="fp8", head_dim=128)
 SHAPES = ((13, 98_304), (13, 32_768), (102, 16_384), (1, 98_304), (2, 98_304), (64, 32_768))
 L2_BYTES = 50 * 2**20
-ROUNDS = 40
+ROUNDS = 30
+LAUNCHES = 16  # in a graph, at least: what a graph itself costs is shared among them
 
 
 @dataclass
@@ -83,36 +84,38 @@ def make_case(lens: list[int], heads: int, layers: int, device: torch.device) ->
     )  # fmt: skip
 
 
-def exact_scores(case: Case, row: int, layer: int) -> tuple[Tensor, Tensor]:
-    """fp64 scores of one row and sums of the terms' magnitudes, from the bytes that are stored."""
+def plain_scores(case: Case, row: int, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One row's scores in plain PyTorch from the bytes that are stored; and the terms' sizes."""
     length = int(case.lens[row])
     picked = case.pages[layer][case.tables[row, : -(-length // 64)].long()]
-    keys = picked[:, : 64 * 128].view(torch.float8_e4m3fn).double().view(-1, 128)[:length]
-    scales = picked[:, 64 * 128 :].contiguous().view(torch.float32).double().flatten()[:length]
+    keys = picked[:, : 64 * 128].view(torch.float8_e4m3fn).to(dtype).reshape(-1, 128)[:length]
+    scales = picked[:, 64 * 128 :].contiguous().view(torch.float32).to(dtype).flatten()[:length]
     codes, factors = quantise_ue8m0(rotate(case.query[row]))
-    vectors = codes.double() * factors.double()[:, None] * 128**-0.5
-    dots = torch.relu(vectors @ keys.T) * scales
-    weights = case.weights[row].double()
-    return weights @ dots, weights.abs() @ dots
+    dots = torch.relu(codes.to(dtype) @ keys.T)
+    weights = (case.weights[row] * 128**-0.5 * factors).to(dtype)
+    return weights @ dots * scales, weights.abs() @ dots * scales
 
 
 def check(heads: int, lens: list[int], device: torch.device) -> dict[str, Any]:
-    """Both kernels against fp64; ours may be off by twice what Triton is, plus rounding."""
+    """Against fp64: off by at most twice what bf16 in PyTorch is, and 2^-11 of the terms."""
     case = make_case(lens, heads, 1, device)
-    ours, theirs = case.run(cuda.index_scores), case.run(triton.index_scores)
-    again = case.run(cuda.index_scores)
-    worst, ok = 0.0, torch.equal(ours, again)
+    ours, again = case.run(cuda.index_scores), case.run(cuda.index_scores)
+    worst = {"cuda": 0.0, "triton": 0.0, "torch_bfloat16": 0.0}
+    ok, portable = torch.equal(ours, again), case.run(triton.index_scores)
     for row, length in enumerate(lens):
         ok &= bool((ours[row, length:] == -torch.inf).all())
         if length == 0:
             continue
-        exact, size = exact_scores(case, row, 0)
-        error = float((ours[row, :length] - exact).abs().max())
-        allowed = 2 * float((theirs[row, :length] - exact).abs().max()) + 1e-6 * float(size.max())
-        worst = max(worst, error / float(size.max()))
-        ok &= error <= allowed
+        exact, size = plain_scores(case, row, 0, torch.float64)
+        plain = plain_scores(case, row, 0, torch.bfloat16)[0]
+        found = {"cuda": ours[row, :length], "triton": portable[row, :length],
+                 "torch_bfloat16": plain}  # fmt: skip
+        errors = {name: float((got - exact).abs().max()) for name, got in found.items()}
+        most = float(size.max())
+        ok &= errors["cuda"] <= min(2 * errors["torch_bfloat16"] + 1e-6 * most, 2**-11 * most)
+        worst = {name: max(worst[name], error / most) for name, error in errors.items()}
     return {"heads": heads, "rows": len(lens), "longest": max(lens), "ok": bool(ok),
-            "largest_relative_error": worst}  # fmt: skip
+            "largest_error_over_size": worst}  # fmt: skip
 
 
 CHECKED = (
@@ -173,12 +176,12 @@ def interleaved(variants: dict[str, Callable[[], object]], share: int) -> dict[s
 
 def time_shape(rows: int, length: int, device: torch.device) -> dict[str, Any]:
     """One shape: the whole op, and the scores alone from a query that is already quantised."""
-    layers = max(1, 4 * L2_BYTES // (rows * length * 132))
-    layers = max(layers, 4) if layers > 1 else 2
+    layers = max(2, 4 * L2_BYTES // (rows * length * 132))
     case = make_case([length] * rows, 64, layers, device)
     images = cuda.quantise_query(case.query, case.weights)
     out = torch.empty(rows, score_width(length), device=device)
-    each = range(layers)
+    repeats = -(-LAUNCHES // layers)
+    each = [*range(layers)] * repeats
 
     def scores_only(layer: int) -> None:
         cuda.score_images(images, 64, case.pages[layer], case.tables, case.rows, case.lens, out)
@@ -195,7 +198,7 @@ def time_shape(rows: int, length: int, device: torch.device) -> dict[str, Any]:
         variants["deep_gemm, query quantised"] = lambda: [theirs(layer) for layer in each]
     except ImportError:
         gap = None
-    times = interleaved(variants, layers)
+    times = interleaved(variants, len(each))
     moved = rows * length * (132 + 4)
     line = ", ".join(f"{name} {taken:.1f}" for name, taken in times.items())
     print(f"{rows} x {length} ({layers} layers): {line} us", flush=True)

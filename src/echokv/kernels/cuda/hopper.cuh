@@ -54,6 +54,17 @@ DEVICE void copy_to_shared(void* to, const void* from, u32 bytes, Barrier* barri
       : "memory");
 }
 
+// The same for what nobody reads again soon: it is the first to leave the L2 cache.
+DEVICE void copy_to_shared_once(void* to, const void* from, u32 bytes, Barrier* barrier) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
+      "%2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
 // Programmatic dependent launch: the next kernel may start; wait for the one before to be over.
 // Neither does anything in a kernel launched without it.
 DEVICE void let_next_kernel_start() {

@@ -136,10 +136,12 @@ KERNEL(THREADS, 1) void quantise_query(ARGUMENTS QueryArguments a) {
 
 // Send for pages in the order in which the groups take them. One warp.
 DEVICE void bring_pages(const ScoresArguments& a, ScoresShared* shared, const Share& share,
-                        u32 lane) {
+                        i32 first_requests, u32 lane) {
   u32 count = 0;
   for (Run run = first_run(a.contexts, share); run.pages != 0; next_run(a.contexts, &run)) {
-    const i32* table = a.block_tables + u64(a.request_rows[run.row]) * a.blocks + run.page;
+    const i32 request = run.row < WARP ? __shfl_sync(ALL_LANES, first_requests, run.row)
+                                       : a.request_rows[run.row];
+    const i32* table = a.block_tables + u64(u32(request)) * a.blocks + run.page;
     i32 ids = lane < run.pages ? table[lane] : 0;
     for (u32 start = 0; start < run.pages; start += WARP) {
       const u32 later = start + WARP + lane;
@@ -292,23 +294,23 @@ template <u32 HEADS>
 DEVICE void index_scores(const ScoresArguments& a) {
   ScoresShared* shared = reinterpret_cast<ScoresShared*>(shared_memory());
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
-  if (thread == 0) {
-    for (u32 i = 0; i < STAGES; i++) {
-      barrier_init(&shared->page_full[i], 1);
-      barrier_init(&shared->page_empty[i], GROUP_WARPS);
-    }
-    for (u32 i = 0; i < QUERY_STAGES; i++) {
-      barrier_init(&shared->query_full[i], 1);
-      barrier_init(&shared->query_empty[i], GROUPS * GROUP_WARPS);
-    }
-    barrier_init_done();
+  if (thread < STAGES) {
+    barrier_init(&shared->page_full[thread], 1);
+    barrier_init(&shared->page_empty[thread], GROUP_WARPS);
   }
+  if (thread < QUERY_STAGES) {
+    barrier_init(&shared->query_full[thread], 1);
+    barrier_init(&shared->query_empty[thread], GROUPS * GROUP_WARPS);
+  }
+  barrier_init_done();
+  // Sent for now, before the share is known.
+  const i32 first_requests = lane < a.contexts.rows ? a.request_rows[lane] : 0;
   const Share share = share_of(a.contexts, block_index(), grid_size(), lane);
   block_sync();
   if (warp < GROUPS * GROUP_WARPS)
     score_pages<HEADS>(a, shared, share.pages, warp / GROUP_WARPS, thread);
   else if (warp == GROUPS * GROUP_WARPS)
-    bring_pages(a, shared, share, lane);
+    bring_pages(a, shared, share, first_requests, lane);
   else if (warp == GROUPS * GROUP_WARPS + 1) {
     if (lane == 0) bring_queries<HEADS>(a, shared, share);
   } else

@@ -29,9 +29,11 @@ DEVICE u32 pages_of_lane(const Contexts& contexts, u32 row) {
 
 // A block's share. Called by whole warps; every lane gets it.
 DEVICE Share share_of(const Contexts& contexts, u32 block, u32 blocks, u32 lane) {
-  u32 mine = 0;
+  const u32 of_first_rows = pages_of_lane(contexts, lane);
+  u32 mine = of_first_rows;
 #pragma unroll 4
-  for (u32 row = lane; row < contexts.rows; row += WARP) mine += pages_of_lane(contexts, row);
+  for (u32 row = lane + WARP; row < contexts.rows; row += WARP)
+    mine += pages_of_lane(contexts, row);
   const u32 total = __reduce_add_sync(ALL_LANES, mine);
   const u32 first = u32(u64(total) * block / blocks);
   const u32 last = u32(u64(total) * (block + 1) / blocks);
@@ -39,7 +41,7 @@ DEVICE Share share_of(const Contexts& contexts, u32 block, u32 blocks, u32 lane)
   if (first == last) return share;
   u32 passed = 0;
   for (u32 row = 0;; row += WARP) {
-    const u32 pages = pages_of_lane(contexts, row + lane);
+    const u32 pages = row == 0 ? of_first_rows : pages_of_lane(contexts, row + lane);
     u32 sum;
     const u32 before = passed + lanes_before(pages, lane, &sum);
     const u32 holder = __ballot_sync(ALL_LANES, before <= first && first < before + pages);
