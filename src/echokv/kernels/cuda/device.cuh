@@ -78,6 +78,18 @@ DEVICE void store_shared_value(i32* to, i32 value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+// The same within a block, in shared memory: what was written before a store is seen after a load.
+DEVICE u32 load_from_block(const u32* from) {
+  u32 value;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+DEVICE void store_to_block(u32* to, u32 value) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE void pause() { __nanosleep(64); }
+
 // Rows: read once, from host memory, and never through the read-only path. Volatile, so that a
 // row is on its way before the code after it runs.
 DEVICE Words load_row_words(const void* from) {

@@ -28,6 +28,12 @@ DEVICE void barrier_arrive_expecting(Barrier* barrier, u32 bytes) {
                "r"(bytes)
                : "memory");
 }
+DEVICE void barrier_expect(Barrier* barrier, u32 bytes) {  // before this phase's last arrival
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
 // Wait until the phase of this parity is over; that of parity 1 is over at first.
 DEVICE void barrier_wait(Barrier* barrier, u32 parity) {
   const u32 address = shared_address(barrier);

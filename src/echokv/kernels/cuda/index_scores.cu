@@ -10,11 +10,15 @@
 // holds other bytes of the row than wgmma's layout says; as the sum over a row's bytes has no
 // order, the query's bytes are put in the same order instead.
 #include "hopper.cuh"
+#include "prefetch.cuh"
 #include "schedule.cuh"
 
 constexpr u32 THREADS = 640;
 constexpr u32 GROUPS = 4;  // warpgroups that multiply; the fifth's warps bring data
 constexpr u32 GROUP_WARPS = 4;
+constexpr u32 SCORING_WARPS = GROUPS * GROUP_WARPS;
+constexpr u32 OTHER_WARPS = THREADS / WARP - SCORING_WARPS;
+constexpr u32 FILLING_WARPS = 2;
 constexpr u32 DIM = 128;  // bytes of a key
 constexpr u32 PAGE_BYTES = PAGE_TOKENS * (DIM + 4);
 constexpr u32 STAGES = 16;  // pages in flight, a multiple of GROUPS
@@ -31,9 +35,10 @@ DEVICE constexpr u32 image_bytes(u32 heads) { return heads * (DIM + 4); }
 struct alignas(16) PageNote {
   u32 row;
   u32 first;     // position of its first key
-  u32 tokens;    // of the row
-  u32 sequence;  // of the run, which says where the query is
+  u32 id;        // of the page
+  u32 rest;      // sequence of the run, which says where the query is, and tokens of the page
 };
+constexpr u32 SEQUENCE_SHIFT = 8;
 
 struct ScoresShared {
   alignas(128) u8 pages[STAGES][PAGE_BYTES];
@@ -41,6 +46,9 @@ struct ScoresShared {
   PageNote notes[STAGES];
   Barrier page_full[STAGES], page_empty[STAGES];
   Barrier query_full[QUERY_STAGES], query_empty[QUERY_STAGES];
+  float thresholds[QUERY_STAGES];  // of the queries' rows; from here on only with prefetch
+  u32 pad[3];
+  Ring rings[SCORING_WARPS];
 };
 
 struct QueryArguments {
@@ -51,6 +59,10 @@ struct QueryArguments {
   u32 rows;
   u32 heads;
   u32 is_bfloat16;
+  u32 most;         // candidates of a row; 0 without prefetch
+  i32* counts;      // [rows] out: 0
+  i32* host_slots;  // [rows, most] out: -1
+  float* scores;    // [rows, most] out: -inf
 };
 
 struct ScoresArguments {
@@ -61,6 +73,11 @@ struct ScoresArguments {
   Contexts contexts;
   float* out;  // [rows, width]
   u32 blocks;
+};
+
+struct PrefetchingArguments {
+  ScoresArguments scores;
+  PrefetchArguments prefetch;
 };
 
 DEVICE float round_to_bfloat16(float x) {  // finite x
@@ -75,11 +92,21 @@ DEVICE u32 to_e4m3(float a, float b, float c, float d) {
   return u32(high) << 16 | low;
 }
 
+// What a prefetch finds before its first candidate.
+DEVICE void clear_candidates(const QueryArguments& a, u32 index, u32 threads) {
+  for (u32 row = index; row < a.rows; row += threads) a.counts[row] = 0;
+  for (u64 at = index; at < u64(a.rows) * a.most; at += threads) {
+    a.host_slots[at] = NONE;
+    a.scores[at] = bits_float(MINUS_INFINITY);
+  }
+}
+
 // Rotate and quantise one head of one row a warp, to the same bytes as the reference.
 KERNEL(THREADS, 1) void quantise_query(ARGUMENTS QueryArguments a) {
   let_next_kernel_start();
   const u32 thread = thread_index(), lane = thread % WARP;
   const u32 index = block_index() * (THREADS / WARP) + thread / WARP;
+  if (a.most != 0) clear_candidates(a, block_index() * THREADS + thread, grid_size() * THREADS);
   if (index >= a.rows * a.heads) return;
   float x[4];
   if (a.is_bfloat16) {
@@ -153,7 +180,9 @@ DEVICE void bring_pages(const ScoresArguments& a, ScoresShared* shared, const Sh
         const u32 stage = count % STAGES;
         barrier_wait(&shared->page_empty[stage], count / STAGES % 2 ^ 1);
         const u32 first = (run.page + start + i) * PAGE_TOKENS;
-        shared->notes[stage] = {run.row, first, run.tokens, run.sequence};
+        shared->notes[stage] = {run.row, first, u32(id),
+                                run.sequence << SEQUENCE_SHIFT |
+                                    smaller(run.tokens - first, PAGE_TOKENS)};
         barrier_arrive_expecting(&shared->page_full[stage], PAGE_BYTES);
         copy_to_shared(shared->pages[stage], a.pages + u64(u32(id)) * PAGE_BYTES, PAGE_BYTES,
                        &shared->page_full[stage]);
@@ -163,16 +192,20 @@ DEVICE void bring_pages(const ScoresArguments& a, ScoresShared* shared, const Sh
   }
 }
 
-// Send for the query of each run. One thread.
+// Send for the query of each run, and look up its threshold. One thread.
 template <u32 HEADS>
-DEVICE void bring_queries(const ScoresArguments& a, ScoresShared* shared, const Share& share) {
+DEVICE void bring_queries(const ScoresArguments& a, const PrefetchArguments* prefetch,
+                          ScoresShared* shared, const Share& share) {
   wait_for_previous_kernel();
   for (Run run = first_run(a.contexts, share); run.pages != 0; next_run(a.contexts, &run)) {
     const u32 stage = run.sequence % QUERY_STAGES;
+    Barrier* full = &shared->query_full[stage];
     barrier_wait(&shared->query_empty[stage], run.sequence / QUERY_STAGES % 2 ^ 1);
-    barrier_arrive_expecting(&shared->query_full[stage], image_bytes(HEADS));
+    barrier_expect(full, image_bytes(HEADS));
     copy_to_shared(shared->queries[stage], a.images + u64(run.row) * image_bytes(HEADS),
-                   image_bytes(HEADS), &shared->query_full[stage]);
+                   image_bytes(HEADS), full);
+    if (prefetch != nullptr) shared->thresholds[stage] = threshold_of(*prefetch, run.row);
+    barrier_arrive(full);
   }
 }
 
@@ -196,9 +229,10 @@ struct Query {
   u32 sequence;
   u64 parts[4];
   float weights[HEADS / 4];  // of this thread's heads: 8 i + 2 (lane % 4) + {0, 1}
+  float threshold;           // with prefetch
 };
 
-template <u32 HEADS>
+template <u32 HEADS, bool PREFETCH>
 DEVICE void load_query(ScoresShared* shared, Query<HEADS>* query, u32 lane) {
   const u32 stage = query->sequence % QUERY_STAGES;
   barrier_wait(&shared->query_full[stage], query->sequence / QUERY_STAGES % 2);
@@ -211,13 +245,14 @@ DEVICE void load_query(ScoresShared* shared, Query<HEADS>* query, u32 lane) {
     query->weights[2 * i] = weights[8 * i];
     query->weights[2 * i + 1] = weights[8 * i + 1];
   }
+  if (PREFETCH) query->threshold = shared->thresholds[stage];
 }
 
-template <u32 HEADS>
+template <u32 HEADS, bool PREFETCH>
 DEVICE void use_query(ScoresShared* shared, Query<HEADS>* query, u32 sequence, u32 lane) {
   for (; query->sequence != sequence; query->sequence++)
     if (lane == 0) barrier_arrive(&shared->query_empty[query->sequence % QUERY_STAGES]);
-  load_query(shared, query, lane);
+  load_query<HEADS, PREFETCH>(shared, query, lane);
 }
 
 DEVICE void multiply(float (&dots)[32], const u32 (&keys)[16], const u64 (&query)[4]) {
@@ -250,14 +285,15 @@ DEVICE float sum_of_quad(float value) {
 }
 
 // The pages of one warpgroup.
-template <u32 HEADS>
+template <u32 HEADS, bool PREFETCH>
 DEVICE void score_pages(const ScoresArguments& a, ScoresShared* shared, u32 pages, u32 group,
                         u32 thread) {
   const u32 lane = thread % WARP;
   const u32 key = thread / WARP % GROUP_WARPS * 16 + lane / 4;  // and key + 8
-  if (group >= pages) return;
+  Ring* ring = PREFETCH ? shared->rings + thread / WARP : nullptr;
+  u32 tail = 0;
   Query<HEADS> query = {};
-  load_query(shared, &query, lane);
+  if (group < pages) load_query<HEADS, PREFETCH>(shared, &query, lane);
   for (u32 count = group; count < pages; count += GROUPS) {
     const u32 stage = count % STAGES;
     barrier_wait(&shared->page_full[stage], count / STAGES % 2);
@@ -267,7 +303,10 @@ DEVICE void score_pages(const ScoresArguments& a, ScoresShared* shared, u32 page
     load_keys(keys, page, key, lane);
     const float* scales = reinterpret_cast<const float*>(page + PAGE_TOKENS * DIM);
     const float scale = scales[key], scale_8 = scales[key + 8];
-    if (note.sequence != query.sequence) use_query(shared, &query, note.sequence, lane);
+    const u32 sequence = note.rest >> SEQUENCE_SHIFT;
+    const u32 tokens = note.rest & ((1u << SEQUENCE_SHIFT) - 1);
+    if (sequence != query.sequence)
+      use_query<HEADS, PREFETCH>(shared, &query, sequence, lane);
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared->page_empty[stage]);
 
@@ -284,14 +323,19 @@ DEVICE void score_pages(const ScoresArguments& a, ScoresShared* shared, u32 page
     }
     sum = sum_of_quad(sum) * scale;
     sum_8 = sum_of_quad(sum_8) * scale_8;
-    const u32 position = note.first + key + (lane & 1) * 8;
-    const float score = position < note.tokens ? (lane & 1 ? sum_8 : sum) : bits_float(MINUS_INFINITY);
-    if (lane % 4 < 2) a.out[u64(note.row) * a.contexts.width + position] = score;
+    const u32 mine = key + (lane & 1) * 8;
+    const float score = mine < tokens ? (lane & 1 ? sum_8 : sum) : bits_float(MINUS_INFINITY);
+    const bool writes = lane % 4 < 2;
+    if (writes) a.out[u64(note.row) * a.contexts.width + note.first + mine] = score;
+    if (PREFETCH)
+      tail = offer(ring, tail, writes && mine < tokens && score >= query.threshold,
+                   i32(note.id * PAGE_TOKENS + mine), score, note.row, lane);
   }
+  if (PREFETCH) end_offers(ring, tail, lane);
 }
 
-template <u32 HEADS>
-DEVICE void index_scores(const ScoresArguments& a) {
+template <u32 HEADS, bool PREFETCH>
+DEVICE void index_scores(const ScoresArguments& a, const PrefetchArguments* prefetch) {
   ScoresShared* shared = reinterpret_cast<ScoresShared*>(shared_memory());
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   if (thread < STAGES) {
@@ -300,22 +344,44 @@ DEVICE void index_scores(const ScoresArguments& a) {
   }
   if (thread < QUERY_STAGES) {
     barrier_init(&shared->query_full[thread], 1);
-    barrier_init(&shared->query_empty[thread], GROUPS * GROUP_WARPS);
+    barrier_init(&shared->query_empty[thread], SCORING_WARPS);
   }
   barrier_init_done();
+  if (PREFETCH && thread < SCORING_WARPS) shared->rings[thread].tail = shared->rings[thread].head = 0;
   // Sent for now, before the share is known.
   const i32 first_requests = lane < a.contexts.rows ? a.request_rows[lane] : 0;
   const Share share = share_of(a.contexts, block_index(), grid_size(), lane);
   block_sync();
-  if (warp < GROUPS * GROUP_WARPS)
-    score_pages<HEADS>(a, shared, share.pages, warp / GROUP_WARPS, thread);
-  else if (warp == GROUPS * GROUP_WARPS)
+  if (warp < SCORING_WARPS) {
+    score_pages<HEADS, PREFETCH>(a, shared, share.pages, warp / GROUP_WARPS, thread);
+    return;
+  }
+  const u32 other = warp - SCORING_WARPS;
+  if (other == 0) {
     bring_pages(a, shared, share, first_requests, lane);
-  else if (warp == GROUPS * GROUP_WARPS + 1) {
-    if (lane == 0) bring_queries<HEADS>(a, shared, share);
-  } else
-    fill_rest(a, block_index() * 2 + warp % 2, grid_size() * 2, lane);
+    return;
+  }
+  if (other == 1) {
+    if (lane == 0) bring_queries<HEADS>(a, prefetch, shared, share);
+    __syncwarp();
+  } else {
+    const u32 filler = block_index() * FILLING_WARPS + other % FILLING_WARPS;
+    fill_rest(a, filler, grid_size() * FILLING_WARPS, lane);
+  }
+  if (PREFETCH)
+    fetch_candidates(*prefetch, a.contexts, shared->rings, other - 1, OTHER_WARPS - 1,
+                     SCORING_WARPS, lane);
 }
 
-KERNEL(THREADS, 1) void index_scores_64(ARGUMENTS ScoresArguments a) { index_scores<64>(a); }
-KERNEL(THREADS, 1) void index_scores_32(ARGUMENTS ScoresArguments a) { index_scores<32>(a); }
+KERNEL(THREADS, 1) void index_scores_64(ARGUMENTS ScoresArguments a) {
+  index_scores<64, false>(a, nullptr);
+}
+KERNEL(THREADS, 1) void index_scores_32(ARGUMENTS ScoresArguments a) {
+  index_scores<32, false>(a, nullptr);
+}
+KERNEL(THREADS, 1) void prefetching_64(ARGUMENTS PrefetchingArguments a) {
+  index_scores<64, true>(a.scores, &a.prefetch);
+}
+KERNEL(THREADS, 1) void prefetching_32(ARGUMENTS PrefetchingArguments a) {
+  index_scores<32, true>(a.scores, &a.prefetch);
+}

@@ -1,0 +1,159 @@
+"""The fused prefetch's schedule and claims without a GPU, threads in random order.
+
+Scores are given; what hands them over, takes budgets, claims, evicts and copies is the source that
+the GPU runs (prefetch.cuh, claims.cuh, schedule.cuh).
+"""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels import cuda_emulator
+from tests.kernels.cuda_emulator import Emulator
+from tests.kernels.prefetch_model import PrefetchCase, make_case
+from tests.kernels.resident_model import LayerUnderTest
+from tests.kernels.test_cuda_emulated import emulator, layer
+
+CPU = torch.device("cpu")
+FLOOR = 4096
+pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
+__all__ = ["emulator"]
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def prefetch(
+    emulator: Emulator, case: PrefetchCase, most: int, rows_per_unit: int, least: int, **how: Any
+) -> set[int]:
+    """Make the ready list, prefetch, check; returns what was fetched."""
+    under_test = case.layer
+    slots = under_test.model.device_slots
+    ready = under_test.choose(emulator, FLOOR, slots)
+    before = copy.deepcopy(under_test.model)
+    host_slots, found, counts, _ = emulator.prefetch(
+        case.scores, case.tables, ints(case.request_rows), ints(case.lens),
+        ints(case.request_slots), case.thresholds, case.enabled, case.fused_layer(FLOOR, slots),
+        most=most, rows_per_unit=rows_per_unit, least=least, **how,
+    )  # fmt: skip
+    budgets = [case.budget(row, most, rows_per_unit, least) for row in range(len(case.lens))]
+    return case.check(before, ready, FLOOR, (host_slots, found, counts), budgets)
+
+
+@pytest.mark.parametrize("finish", [True, False])
+@pytest.mark.parametrize("row_bytes", [16, 656, 2304])
+def test_prefetch(emulator: Emulator, row_bytes: int, finish: bool) -> None:
+    """Requests that share blocks, padding, one without prediction and one switched off."""
+    for seed in range(6):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(
+            layer(rng, 400, 1280, rng.choice([0.2, 1.0]), FLOOR), CPU, row_bytes
+        )
+        case = make_case(rng, under_test, [130, 0, 200, 63, 257, 64], shared_blocks=2)
+        case.thresholds[case.request_slots[3]] = torch.inf
+        case.enabled[case.request_slots[4]] = 0
+        case.request_slots[5] = -1
+        fetched = prefetch(emulator, case, 40, 65536 // 8, 3, finish=finish)
+        assert fetched or not finish
+
+
+def test_prefetch_in_many_orders(emulator: Emulator) -> None:
+    """Few slots and much contention: shared rows, candidates among the victims."""
+    for seed in range(80):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer(rng, 48, 256, rng.choice([0.5, 1.0]), FLOOR), CPU)
+        case = make_case(rng, under_test, [rng.choice([1, 65, 190]) for _ in range(5)], 3)
+        case.thresholds.fill_(rng.choice([-1.0, 0.0, 1.0]))
+        prefetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
+                 blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 3]),
+                 fetching=rng.choice([1, 2]))  # fmt: skip
+
+
+@pytest.mark.parametrize("threshold", [0.0, -torch.inf, torch.inf, torch.nan, -1e30, 1e30])
+@pytest.mark.parametrize("most, rows_per_unit, least", [(1, 0, 0), (1, 0, 9), (50, 2**31, 2**31)])
+def test_hostile_predictions_and_budgets(
+    emulator: Emulator, threshold: float, most: int, rows_per_unit: int, least: int
+) -> None:
+    rng = random.Random(5)
+    under_test = LayerUnderTest(layer(rng, 300, 960, 0.9, FLOOR), CPU)
+    case = make_case(rng, under_test, [400, 0, 129], 1)
+    case.thresholds.fill_(threshold)
+    prefetch(emulator, case, most, rows_per_unit, least)
+
+
+def test_everything_is_found_where_nothing_is_in_a_hurry(emulator: Emulator) -> None:
+    """Rows of their own, free slots, as few candidates as a ring holds: as many as the budget."""
+    rng = random.Random(6)
+    under_test = LayerUnderTest(layer(rng, 400, 960, 0.3, FLOOR), CPU)
+    case = make_case(rng, under_test, [128, 64, 300])
+    case.thresholds.fill_(1.8)
+    held = {owner for owner, _ in under_test.model.held.values()}
+    want = [set(case.candidates(row)) - held for row in range(3)]
+    assert all(len(slots) >= 2 for slots in want[::2])
+    assert prefetch(emulator, case, 50, 0, 50) == set().union(*want)
+    under_test.model.held = {}
+    under_test = LayerUnderTest(under_test.model, CPU)
+    case.layer = under_test
+    assert len(prefetch(emulator, case, 2, 0, 50)) == sum(
+        min(2, len(case.candidates(row))) for row in range(3)
+    )
+
+
+def test_protected_rows_stay(emulator: Emulator) -> None:
+    """All slots but three are at the floor: three rows come, the others find no room."""
+    rng = random.Random(7)
+    model = layer(rng, 40, 640, 1.0, FLOOR)
+    model.held = {
+        slot: (owner, FLOOR + slot % 5 if slot >= 3 else level)
+        for slot, (owner, level) in model.held.items()
+    }
+    under_test = LayerUnderTest(model, CPU)
+    case = make_case(rng, under_test, [300, 200])
+    assert len(prefetch(emulator, case, 30, 0, 30)) == 3
+
+
+def test_rows_raised_after_the_list_was_made_are_passed_over(emulator: Emulator) -> None:
+    rng = random.Random(8)
+    under_test = LayerUnderTest(layer(rng, 60, 640, 1.0, FLOOR), CPU)
+    case = make_case(rng, under_test, [300, 200])
+    ready = under_test.choose(emulator, FLOOR, 60)
+    for slot in ready[:20:2]:
+        under_test.tensors.priority[slot] = FLOOR
+        under_test.model.held[slot] = (under_test.model.held[slot][0], FLOOR)
+    before = copy.deepcopy(under_test.model)
+    host_slots, found, counts, _ = emulator.prefetch(
+        case.scores, case.tables, ints(case.request_rows), ints(case.lens),
+        ints(case.request_slots), case.thresholds, case.enabled, case.fused_layer(FLOOR, 60),
+        most=15, rows_per_unit=0, least=15,
+    )  # fmt: skip
+    fetched = case.check(before, ready, FLOOR, (host_slots, found, counts), [15, 15])
+    assert len(fetched) > 10
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 33])
+def test_shares_cover_every_page_once(emulator: Emulator, blocks: int) -> None:
+    for seed in range(8):
+        rng = random.Random(seed)
+        rows = rng.choice([1, 2, 31, 32, 33, 100])
+        lens = [rng.choice([0, 0, -5, 1, 64, 65, 300, 999_999]) for _ in range(rows)]
+        width = 512  # rows beyond it count for no more
+        under_test = LayerUnderTest(layer(rng, 8, 64, 0.0, FLOOR), CPU)
+        case = make_case(rng, under_test, [0])
+        _, _, _, shares = emulator.prefetch(
+            torch.zeros(rows, width), torch.zeros((1, 8), dtype=torch.int32), ints([0] * rows),
+            ints(lens), ints([-1] * rows), case.thresholds, case.enabled,
+            case.fused_layer(FLOOR, 8), most=1, rows_per_unit=0, least=0, blocks=blocks, scoring=1,
+            fetching=1,
+        )  # fmt: skip
+        pages = [(row, page) for row, n in enumerate(lens)
+                 for page in range(-(-min(max(n, 0), width) // 64))]  # fmt: skip
+        at = 0
+        for row, page, count in shares.tolist():
+            assert count in (len(pages) // blocks, -(-len(pages) // blocks))
+            if count:
+                assert pages[at] == (row, page)
+            at += count
+        assert at == len(pages)
