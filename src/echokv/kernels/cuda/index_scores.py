@@ -34,7 +34,7 @@ RING_ENTRIES = 64
 """Candidates that a scoring warp can be ahead of the warp that fetches them."""
 
 _WARPS, _SCORING_WARPS = 20, 16
-_STAGES, _QUERY_STAGES, _PAGE_BYTES = 16, 5, 64 * (HEAD_DIM + 4)
+_STAGES, _QUERY_STAGES, _PAGE_BYTES = 8, 5, 64 * (HEAD_DIM + 4)
 SHARED_BYTES = (_STAGES + _QUERY_STAGES) * (_PAGE_BYTES + 16) + 16 * _STAGES
 """ScoresShared without what only prefetching needs."""
 PREFETCHING_SHARED_BYTES = SHARED_BYTES + 32 + _SCORING_WARPS * (8 + 12 * RING_ENTRIES)
