@@ -20,7 +20,7 @@ from echokv.kernels.fused_layer import FusedLayer
 HERE = Path(__file__).parent
 TOPK_THREADS = 128
 RECALL_THREADS = 64
-RING_ENTRIES = 32
+RING_ENTRIES = index_scores.RING_ENTRIES
 COMPILER = shutil.which("g++")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels import cuda_emulator
+from tests.kernels.cache_model import LayerModel
 from tests.kernels.cuda_emulator import Emulator
 from tests.kernels.prefetch_model import PrefetchCase, make_case
 from tests.kernels.resident_model import LayerUnderTest
@@ -100,6 +101,42 @@ def test_everything_is_found_where_nothing_is_in_a_hurry(emulator: Emulator) -> 
     assert len(prefetch(emulator, case, 2, 0, 50)) == sum(
         min(2, len(case.candidates(row))) for row in range(3)
     )
+
+
+def test_a_ring_holds_a_page_of_candidates(emulator: Emulator) -> None:
+    """All of a page at once, more than a warp takes at a time: none is forgotten."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(LayerModel(100, 640), CPU)
+        case = make_case(rng, under_test, [64])
+        case.thresholds.fill_(-torch.inf)
+        table = case.tables[0].tolist()
+        want = {table[0] * 64 + at for at in range(64)}
+        assert prefetch(emulator, case, 64, 0, 64, blocks=1, scoring=1, fetching=1) == want
+
+
+def test_no_candidate_counts_twice_when_rings_overflow(emulator: Emulator) -> None:
+    for seed in range(10):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(LayerModel(100, 3200), CPU)
+        case = make_case(rng, under_test, [1500, 1100])
+        case.thresholds.fill_(-torch.inf)
+        case.enabled.zero_()
+        assert prefetch(emulator, case, 2000, 0, 2000, blocks=1) == set()
+
+
+def test_scores_that_are_not_finite(emulator: Emulator) -> None:
+    """NaN beats nothing, +inf everything but a missing prediction."""
+    rng = random.Random(3)
+    under_test = LayerUnderTest(LayerModel(300, 640), CPU)
+    case = make_case(rng, under_test, [100, 90])
+    case.scores[:, :40] = torch.nan
+    case.scores[:, 50:60] = torch.inf
+    case.thresholds[case.request_slots[0]] = torch.inf
+    case.thresholds[case.request_slots[1]] = 1e30
+    table = case.tables[1].tolist()
+    want = {table[0] * 64 + at for at in range(50, 60)}
+    assert prefetch(emulator, case, 64, 0, 64) == want
 
 
 def test_protected_rows_stay(emulator: Emulator) -> None:
