@@ -5,8 +5,9 @@
 Keys and queries are random, so the selection is spread evenly over the context. Before each replay
 the given share of the selection is put into the device pool, among rows that are older. The
 prediction is the score of rank 1.05 k: as if the k-th score had fallen a little since. Translating
-positions to host slots is left out on both sides. "resident" has nothing to recall: what a variant
-takes longer than it is recall time that is still exposed.
+positions to host slots is left out on both sides. "off, all resident" has nothing to recall: what a
+variant takes longer than it is recall time that is still exposed. "late" also fetches on a second
+stream, while the top-k runs, what the scores' kernel hadn't begun with; x2 has twice the budget.
 
 Times are a layer's share of a CUDA graph over several layers, each with pages, state and rows of
 its own; medians of replays with the L2 cache overwritten before each, variants in turn.
@@ -58,14 +59,14 @@ class Segment:
         self.case: Case = make_case([length] * rows, 64, layers, device)
         num_pages = self.case.pages[0].shape[0]
         self.host = HostPool(layers, num_pages * 64, row_bytes, device)
-        self.slots = max(4 * rows * K, 16_384)
+        self.slots = min(max(4 * rows * K, 16_384), rows * length // 2)
         pool = DevicePool(layers, self.slots, row_bytes, device)
         self.manager = CacheManager(self.kernels, self.host, pool)
         self.totals = torch.zeros((layers, TOTALS), dtype=torch.int64, device=device)
         self.request_slots = torch.arange(rows, dtype=torch.int32, device=device)
         self.enabled = torch.ones(rows, dtype=torch.int32, device=device)
-        self.rows_per_unit = round(BYTES_PER_TOKEN * UNIT / row_bytes)
-        self.most = LEAST + length * self.rows_per_unit // UNIT
+        self.length, self.row_bytes = length, row_bytes
+        self.side = torch.cuda.Stream()
         self.wanted, self.scores, self.thresholds = [], [], []
         for layer in range(layers):
             scores = self.case.run(cuda.index_scores, layer)
@@ -88,8 +89,7 @@ class Segment:
             others = torch.ones(state.host_slots, dtype=torch.bool, device=device)
             others[wanted] = False
             others = others.nonzero().squeeze(1)
-            picked = torch.randint(others.numel(), (2 * self.slots,), device=device).unique()
-            picked = picked[torch.randperm(picked.numel(), device=device)]
+            picked = torch.randperm(others.numel(), device=device)
             older = others[picked[: self.slots - hits.numel()]]
             owners = torch.cat([hits, older])
             owners = owners[torch.randperm(self.slots, device=device)]
@@ -104,25 +104,30 @@ class Segment:
             state.device_free[layer].fill_(0)
         self.manager.begin_step()
 
-    def run(self, prefetch: bool, finish: bool = True) -> None:
-        """All layers once."""
+    def run(self, budget: float, late: bool = False) -> None:
+        """All layers once; budget 0 is without prefetch."""
         for layer in range(len(self.wanted)):
-            scores = self._prefetch(layer, finish) if prefetch else self._score(layer)
+            if budget == 0:
+                scores = self.case.run(cuda.index_scores, layer)
+            else:
+                scores, found = self._prefetch(layer, budget)
+            if late:
+                self.side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self.side):
+                    cuda.fetch_late(found)
             self.kernels.topk(scores, self.case.lens, K)
+            if late:
+                torch.cuda.current_stream().wait_stream(self.side)
             self.manager.make_resident(layer, self.wanted[layer], self.scores[layer])
 
-    def _score(self, layer: int) -> Tensor:
-        return self.case.run(cuda.index_scores, layer)
-
-    def _prefetch(self, layer: int, finish: bool) -> Tensor:
-        case = self.case
-        scores, _, _, _ = cuda.index_scores_prefetch(
+    def _prefetch(self, layer: int, budget: float) -> tuple[Tensor, cuda.Prefetch]:
+        case, rows_per_unit = self.case, round(budget * BYTES_PER_TOKEN * UNIT / self.row_bytes)
+        return cuda.index_scores_prefetch(
             case.query, case.weights, case.pages[layer], FMT, case.tables, case.rows, case.lens,
             case.longest, self.request_slots, self.thresholds[layer], self.enabled,
-            self.fused_layer(layer), most=self.most, rows_per_unit=self.rows_per_unit, least=LEAST,
-            finish=finish,
+            self.fused_layer(layer), most=LEAST + self.length * rows_per_unit // UNIT,
+            rows_per_unit=rows_per_unit, least=LEAST,
         )  # fmt: skip
-        return scores
 
     def fused_layer(self, layer: int) -> FusedLayer:
         """One layer's tensors, with totals of its own for what is prefetched."""
@@ -141,7 +146,7 @@ class Segment:
         self.prepare(0.9)
         self.totals.zero_()
         before = self.manager.counters()[0].recalled
-        self.run(True)
+        self.run(1.0, late=True)
         self.manager.check()
         found = self.manager.state.host_to_device[0][self.wanted[0].flatten().long()]
         return {
@@ -157,9 +162,10 @@ def time_variants(
 ) -> dict[str, float]:
     """Median microseconds a layer, by variant and hit rate."""
     runs: dict[str, Callable[[], None]] = {
-        "off": lambda: segment.run(False),
-        "on": lambda: segment.run(True),
-        "on, no finish": lambda: segment.run(True, finish=False),
+        "off": lambda: segment.run(0),
+        "on": lambda: segment.run(1.0),
+        "on, late": lambda: segment.run(1.0, late=True),
+        "on, late x2": lambda: segment.run(2.0, late=True),
     }
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, run in runs.items():
@@ -173,7 +179,7 @@ def time_variants(
         with torch.cuda.graph(graphs[name]):
             run()
     plan = [(f"{name} {rate}", name, rate) for rate in hit_rates for name in runs]
-    plan.append(("resident", "off", 1.0))
+    plan += [("off, all resident", "off", 1.0), ("on, all resident", "on", 1.0)]
     samples: dict[str, list[float]] = {label: [] for label, _, _ in plan}
     for _ in range(rounds):
         for label, name, rate in plan:
@@ -212,7 +218,7 @@ def main() -> None:
         times = time_variants(segment, HIT_RATES, flush, args.rounds)
         print("  " + ", ".join(f"{name}: {taken:.1f}" for name, taken in times.items()), flush=True)
         report["segments"].append(
-            {"rows": rows, "length": length, "row_bytes": row_bytes, "most": segment.most,
+            {"rows": rows, "length": length, "row_bytes": row_bytes,
              "check": verdict, "median_us": times}
         )  # fmt: skip
         args.out.write_text(json.dumps(report, indent=1) + "\n")

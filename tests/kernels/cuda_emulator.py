@@ -145,29 +145,35 @@ class Emulator:
         most: int,
         rows_per_unit: int,
         least: int,
-        finish: bool = True,
         blocks: int = 3,
         scoring: int = 2,
         fetching: int = 2,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `index_scores_prefetch` does with scores; then each block's share of the pages."""
+    ) -> tuple[index_scores.Prefetch, Tensor]:
+        """What `index_scores_prefetch` does with scores; and each block's share of the pages."""
         rows, width = scores.shape
         counts = torch.zeros(rows, dtype=torch.int32)
         host_slots = torch.full((rows, most), -1, dtype=torch.int32)
         found = torch.full((rows, most), -torch.inf)
         shares = torch.zeros((blocks, 3), dtype=torch.int32)
+        prefetch = index_scores.PrefetchArguments(
+            index_scores.layer_argument(layer), pointer(request_slots), pointer(thresholds),
+            pointer(enabled), pointer(counts), pointer(host_slots), pointer(found), most,
+            rows_per_unit, least, rows,
+        )  # fmt: skip
         arguments = PrefetchRun(
             index_scores.Contexts(pointer(context_lens), rows, width), pointer(block_tables),
             pointer(request_rows), pointer(scores), pointer(shares), block_tables.shape[1],
-            scoring, fetching,
-            index_scores.PrefetchArguments(
-                index_scores.layer_argument(layer), pointer(request_slots), pointer(thresholds),
-                pointer(enabled), pointer(counts), pointer(host_slots), pointer(found), most,
-                rows_per_unit, least, finish,
-            ),
+            scoring, fetching, prefetch,
         )  # fmt: skip
         self._library.run_prefetch(blocks, self._next(), ctypes.byref(arguments))
-        return host_slots, found, counts, shares
+        found_here = index_scores.Prefetch(
+            host_slots=host_slots, scores=found, counts=counts, layer=layer, arguments=prefetch
+        )
+        return found_here, shares
+
+    def fetch_late(self, prefetch: index_scores.Prefetch) -> None:
+        """`fetch_late`."""
+        self._library.run_fetch_late(2, 3, self._next(), ctypes.byref(prefetch.arguments))
 
     def recall(
         self,

@@ -34,11 +34,16 @@ static void score_page(const Arguments& a, const Run& run, u32 page, Ring* ring,
 static void kernel(const Arguments& a) {
   Ring* rings = reinterpret_cast<Ring*>(shared_memory());
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
-  if (thread < a.scoring) rings[thread].tail = rings[thread].head = 0;
+  Ring* tasks = rings + a.scoring;
+  if (thread < a.scoring + a.fetching) rings[thread].tail = rings[thread].head = 0;
   const Share share = share_of(a.contexts, block_index(), grid_size(), lane);
   block_sync();
-  if (warp >= a.scoring) {
-    fetch_candidates(a.prefetch, a.contexts, rings, warp - a.scoring, a.fetching, a.scoring, lane);
+  if (warp == a.scoring) {
+    take_candidates(a.prefetch, a.contexts, rings, a.scoring, tasks, a.fetching, lane);
+    return;
+  }
+  if (warp > a.scoring) {
+    fetch_tasks(a.prefetch, tasks + warp - a.scoring - 1, lane);
     return;
   }
   if (thread == 0) {
@@ -57,8 +62,14 @@ static void kernel(const Arguments& a) {
 
 extern "C" {
 void run_prefetch(u32 blocks, u32 seed, const prefetching::Arguments* a) {
-  emulated::launch(blocks, 1, (a->scoring + a->fetching) * WARP, 1, a->scoring * sizeof(Ring), seed,
-                   [=] { prefetching::kernel(*a); });
+  emulated::launch(blocks, 1, (a->scoring + 1 + a->fetching) * WARP, 1,
+                   (a->scoring + a->fetching) * sizeof(Ring), seed, [=] { prefetching::kernel(*a); });
+}
+void run_fetch_late(u32 blocks, u32 warps, u32 seed, const PrefetchArguments* a) {
+  emulated::launch(blocks, 1, warps * WARP, 1, 16, seed, [=] {
+    fetch_wanted(*a, thread_index() / WARP * grid_size() + block_index(), warps * grid_size(),
+                 thread_index() % WARP);
+  });
 }
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {
   emulated::launch(blocks, 1, TOPK_THREADS, cluster, shared, seed, [=] { topk(*arguments); });

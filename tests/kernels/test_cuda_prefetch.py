@@ -58,26 +58,30 @@ class OnGpu:
                 threshold = scores.topk(max(1, int(length * share))).values[-1]
                 self.case.thresholds[self.case.request_slots[row]] = threshold
 
-    def prefetch(self, most: int, rows_per_unit: int, least: int, finish: bool = True) -> set[int]:
-        """Make the ready list, prefetch, check; returns what was fetched."""
+    def prefetch(self, most: int, rows_per_unit: int, least: int) -> set[int]:
+        """Make the ready list, prefetch, check; fetch what is late, check. What came in all."""
         case, under_test = self.case, self.case.layer
         slots = under_test.model.device_slots
         ready = under_test.choose(recall, FLOOR, slots)
         before = copy.deepcopy(under_test.model)
-        scores, host_slots, found, counts = cuda.index_scores_prefetch(
-            *self.arguments, ints(case.request_slots), case.thresholds.cuda(),
-            case.enabled.cuda(), case.fused_layer(FLOOR, slots), most=most,
-            rows_per_unit=rows_per_unit, least=least, finish=finish,
+        tensors = (ints(case.request_slots), case.thresholds.cuda(), case.enabled.cuda())
+        layer_tensors = case.fused_layer(FLOOR, slots)
+        scores, found = cuda.index_scores_prefetch(
+            *self.arguments, *tensors, layer_tensors, most=most, rows_per_unit=rows_per_unit,
+            least=least,
         )  # fmt: skip
         assert torch.equal(scores, self.plain)
         budgets = [case.budget(row, most, rows_per_unit, least) for row in range(len(case.lens))]
-        return case.check(before, ready, FLOOR, (host_slots, found, counts), budgets)
+        early = case.check(before, ready, FLOOR, found, budgets)
+        cuda.fetch_late(found)
+        fetched = case.check(before, ready, FLOOR, found, budgets)
+        assert fetched >= early and case.left == 0
+        return fetched
 
 
-@pytest.mark.parametrize("finish", [True, False])
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("row_bytes", [656, 1152, 2304])
-def test_prefetch(row_bytes: int, heads: int, finish: bool) -> None:
+def test_prefetch(row_bytes: int, heads: int) -> None:
     """Requests that share blocks, padding, one without prediction and one switched off."""
     for seed in range(3):
         rng = random.Random(seed)
@@ -90,8 +94,7 @@ def test_prefetch(row_bytes: int, heads: int, finish: bool) -> None:
         case.request_slots[7] = -1
         on_gpu.set_thresholds(0.05)
         case.thresholds[case.request_slots[2]] = torch.inf
-        fetched = on_gpu.prefetch(300, 65536 // 20, 3, finish)
-        assert fetched or not finish
+        assert on_gpu.prefetch(300, 65536 // 20, 3)
 
 
 def test_everything_is_found_where_nothing_is_in_a_hurry() -> None:
@@ -113,7 +116,7 @@ def test_shared_rows_move_once_and_budgets_hold() -> None:
         under_test = LayerUnderTest(layer(rng, 700, 64 * 80, rng.choice([0.5, 1.0]), FLOOR), CUDA)
         on_gpu = OnGpu(make_case(rng, under_test, [64 * 70 - row for row in range(30)], 70))
         on_gpu.set_thresholds(rng.choice([0.01, 0.3]))
-        on_gpu.prefetch(rng.choice([1, 20]), 0, 20, rng.choice([True, False]))
+        on_gpu.prefetch(rng.choice([1, 20]), 0, 20)
 
 
 @pytest.mark.parametrize("threshold", [0.0, -torch.inf, torch.inf, torch.nan, -1e30, 1e30])

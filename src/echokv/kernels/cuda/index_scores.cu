@@ -17,8 +17,6 @@ constexpr u32 THREADS = 640;
 constexpr u32 GROUPS = 4;  // warpgroups that multiply; the fifth's warps bring data
 constexpr u32 GROUP_WARPS = 4;
 constexpr u32 SCORING_WARPS = GROUPS * GROUP_WARPS;
-constexpr u32 OTHER_WARPS = THREADS / WARP - SCORING_WARPS;
-constexpr u32 FILLING_WARPS = 2;
 constexpr u32 DIM = 128;  // bytes of a key
 constexpr u32 PAGE_BYTES = PAGE_TOKENS * (DIM + 4);
 // Pages in flight, a multiple of GROUPS: 67 KB an SM. Measured: half as many starve the groups, twice
@@ -51,6 +49,7 @@ struct ScoresShared {
   float thresholds[QUERY_STAGES];  // of the queries' rows; from here on only with prefetch
   u32 pad[3];
   Ring rings[SCORING_WARPS];
+  Ring tasks[MAX_FETCHING];
 };
 
 struct QueryArguments {
@@ -349,7 +348,10 @@ DEVICE void index_scores(const ScoresArguments& a, const PrefetchArguments* pref
     barrier_init(&shared->query_empty[thread], SCORING_WARPS);
   }
   barrier_init_done();
-  if (PREFETCH && thread < SCORING_WARPS) shared->rings[thread].tail = shared->rings[thread].head = 0;
+  if (PREFETCH && thread < SCORING_WARPS + MAX_FETCHING) {
+    Ring* ring = shared->rings + thread;  // the tasks follow the rings
+    ring->tail = ring->head = 0;
+  }
   // Sent for now, before the share is known.
   const i32 first_requests = lane < a.contexts.rows ? a.request_rows[lane] : 0;
   const Share share = share_of(a.contexts, block_index(), grid_size(), lane);
@@ -358,21 +360,24 @@ DEVICE void index_scores(const ScoresArguments& a, const PrefetchArguments* pref
     score_pages<HEADS, PREFETCH>(a, shared, share.pages, warp / GROUP_WARPS, thread);
     return;
   }
-  const u32 other = warp - SCORING_WARPS;
-  if (other == 0) {
-    bring_pages(a, shared, share, first_requests, lane);
-    return;
+  switch (warp - SCORING_WARPS) {
+    case 0:
+      bring_pages(a, shared, share, first_requests, lane);
+      break;
+    case 1:
+      if (PREFETCH)
+        take_candidates(*prefetch, a.contexts, shared->rings, SCORING_WARPS, shared->tasks,
+                        MAX_FETCHING, lane);
+      break;
+    case 2:
+      if (lane == 0) bring_queries<HEADS>(a, prefetch, shared, share);
+      __syncwarp();
+      if (PREFETCH) fetch_tasks(*prefetch, shared->tasks, lane);
+      break;
+    default:
+      fill_rest(a, block_index(), grid_size(), lane);
+      if (PREFETCH) fetch_tasks(*prefetch, shared->tasks + 1, lane);
   }
-  if (other == 1) {
-    if (lane == 0) bring_queries<HEADS>(a, prefetch, shared, share);
-    __syncwarp();
-  } else {
-    const u32 filler = block_index() * FILLING_WARPS + other % FILLING_WARPS;
-    fill_rest(a, filler, grid_size() * FILLING_WARPS, lane);
-  }
-  if (PREFETCH)
-    fetch_candidates(*prefetch, a.contexts, shared->rings, other - 1, OTHER_WARPS - 1,
-                     SCORING_WARPS, lane);
 }
 
 KERNEL(THREADS, 1) void index_scores_64(ARGUMENTS ScoresArguments a) {
@@ -386,4 +391,10 @@ KERNEL(THREADS, 1) void prefetching_64(ARGUMENTS PrefetchingArguments a) {
 }
 KERNEL(THREADS, 1) void prefetching_32(ARGUMENTS PrefetchingArguments a) {
   index_scores<32, true>(a.scores, &a.prefetch);
+}
+
+KERNEL(THREADS, 1) void fetch_late(ARGUMENTS PrefetchArguments a) {
+  const u32 thread = thread_index();
+  fetch_wanted(a, thread / WARP * grid_size() + block_index(), THREADS / WARP * grid_size(),
+               thread % WARP);
 }

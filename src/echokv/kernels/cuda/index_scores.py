@@ -6,6 +6,7 @@ fetches rows that beat a prediction, while the scores are being made.
 """
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,19 +26,24 @@ KERNELS = (
     "index_scores_64",
     "prefetching_32",
     "prefetching_64",
+    "fetch_late",
 )
 
 HEADS = (32, 64)
 HEAD_DIM = 128
 
 RING_ENTRIES = 64
-"""Candidates that a scoring warp can be ahead of the warp that fetches them."""
+"""Candidates that a scoring warp can be ahead of the intake warp, and that of a fetching warp."""
 
-_WARPS, _SCORING_WARPS = 20, 16
+_WARPS, _SCORING_WARPS, _FETCHING_WARPS = 20, 16, 2
+_TASKS_AT_ONCE = 4  # see prefetch.cuh
+_LATE_BLOCKS = 48  # enough to saturate PCIe, wherever the top-k leaves room
 _STAGES, _QUERY_STAGES, _PAGE_BYTES = 8, 5, 64 * (HEAD_DIM + 4)
 SHARED_BYTES = (_STAGES + _QUERY_STAGES) * (_PAGE_BYTES + 16) + 16 * _STAGES
 """ScoresShared without what only prefetching needs."""
-PREFETCHING_SHARED_BYTES = SHARED_BYTES + 32 + _SCORING_WARPS * (8 + 12 * RING_ENTRIES)
+PREFETCHING_SHARED_BYTES = (
+    SHARED_BYTES + 32 + (_SCORING_WARPS + _FETCHING_WARPS) * (8 + 12 * RING_ENTRIES)
+)
 """All of it, but for what aligns its end."""
 
 
@@ -84,8 +90,19 @@ class PrefetchArguments(Arguments):
                 "request_slots", "thresholds", "enabled", "counts", "host_slots", "scores",
             )
         ),
-        *((name, ctypes.c_uint32) for name in ("most", "rows_per_unit", "least", "finish")),
+        *((name, ctypes.c_uint32) for name in ("most", "rows_per_unit", "least", "rows")),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefetch:
+    """What a pass over one layer found, on the device. T rows."""
+
+    host_slots: Tensor  # [T, most] int32: distinct ones that were fetched; negative elsewhere
+    scores: Tensor  # [T, most] float32: of the candidates, fetched or not; -inf past them
+    counts: Tensor  # [T] int32: candidates
+    layer: FusedLayer
+    arguments: PrefetchArguments  # for `fetch_late`
 
 
 class PrefetchingArguments(Arguments):
@@ -150,17 +167,17 @@ def index_scores_prefetch(
     most: int,
     rows_per_unit: int,
     least: int,
-    finish: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Prefetch]:
     """`index_scores`, and while it runs, rows move that beat their request's prediction.
 
     A candidate is a position inside the context whose score is at least the row's threshold and
     whose row is absent from the layer when it is looked up. A row of the pass has a budget of
     least + context_len * rows_per_unit / BUDGET_UNIT candidates, at most `most`: the first that are
     found, in whatever order. Where prefetching is enabled they are fetched, each once however many
-    requests share it, at priority `floor`, into the slots that are next on the ready list. A
-    candidate that comes faster than it can be taken may be forgotten. The scores are those of
-    `index_scores`, bit for bit.
+    requests share it, at priority `floor`, into the slots that are next on the ready list. What no
+    warp has begun with when the last score is made is left to `fetch_late`; a candidate that comes
+    faster than it can be noted may be forgotten. The scores are those of `index_scores`, bit for
+    bit.
 
     Args:
         query: [T, H, 128], and the rest as for `index_scores`, of shapes that `takes` allows.
@@ -180,12 +197,9 @@ def index_scores_prefetch(
         most: candidates of a row, at most.
         rows_per_unit: of the budget, for each BUDGET_UNIT tokens of context.
         least: of the budget, whatever the context.
-        finish: take in what has been found even when all scores are made; False: what no warp has
-            begun with by then is forgotten.
 
     Returns:
-        [T, W] float32 scores; [T, most] int32 distinct host slots that were fetched, -1 elsewhere;
-        [T, most] float32 scores of the candidates, -inf past them; [T] int32 how many candidates.
+        [T, W] float32 scores, and what was found.
     """
     check_scores_args(
         query, weights, pages, fmt, block_tables, request_rows, context_lens, max_context_len
@@ -208,15 +222,31 @@ def index_scores_prefetch(
     host_slots = torch.empty((rows, most), dtype=torch.int32, device=device)
     found = torch.empty((rows, most), device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
+    arguments = PrefetchArguments(
+        layer_argument(layer), pointer(request_slots), pointer(thresholds), pointer(enabled),
+        pointer(counts), pointer(host_slots), pointer(found), most, rows_per_unit, least, rows,
+    )  # fmt: skip
     if rows:
         images = quantise_query(query, weights, (counts, host_slots, found))
-        prefetch = PrefetchArguments(
-            layer_argument(layer), pointer(request_slots), pointer(thresholds), pointer(enabled),
-            pointer(counts), pointer(host_slots), pointer(found), most, rows_per_unit, least,
-            finish,
-        )  # fmt: skip
-        score_images(images, heads, pages, block_tables, request_rows, context_lens, out, prefetch)
-    return out, host_slots, found, counts
+        score_images(images, heads, pages, block_tables, request_rows, context_lens, out, arguments)
+    return out, Prefetch(
+        host_slots=host_slots, scores=found, counts=counts, layer=layer, arguments=arguments
+    )
+
+
+def fetch_late(prefetch: Prefetch) -> None:
+    """Fetch the candidates that `index_scores_prefetch` hadn't begun with, in place.
+
+    May run beside whatever takes no rows of the layer in, such as the top-k.
+
+    Args:
+        prefetch: what it returned.
+    """
+    entries = prefetch.host_slots.numel()
+    if entries:
+        blocks = min(_LATE_BLOCKS, -(-entries // (_WARPS * _TASKS_AT_ONCE)))
+        device = prefetch.host_slots.device
+        MODULE.launch("fetch_late", prefetch.arguments, device, blocks=blocks)
 
 
 def layer_argument(layer: FusedLayer) -> Layer:
