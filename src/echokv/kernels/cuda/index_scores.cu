@@ -46,11 +46,17 @@ struct ScoresShared {
   PageNote notes[STAGES];
   Barrier page_full[STAGES], page_empty[STAGES];
   Barrier query_full[QUERY_STAGES], query_empty[QUERY_STAGES];
-  float thresholds[QUERY_STAGES];  // of the queries' rows; from here on only with prefetch
-  u32 pad[3];
+  // From here on only with prefetch.
+  float thresholds[QUERY_STAGES + 3];  // of the queries' rows
   Ring rings[SCORING_WARPS];
   Ring tasks[MAX_FETCHING];
 };
+
+// What index_scores.py asks for.
+constexpr u32 FOR_PREFETCH =
+    sizeof(float) * (QUERY_STAGES + 3) + sizeof(Ring) * (SCORING_WARPS + MAX_FETCHING);
+static_assert(sizeof(ScoresShared) == 124160, "PREFETCHING_SHARED_BYTES");
+static_assert(sizeof(ScoresShared) - FOR_PREFETCH == 110160, "SHARED_BYTES");
 
 struct QueryArguments {
   const void* query;     // [rows, heads, 128]
