@@ -131,12 +131,13 @@ class Segment:
 
     def fused_layer(self, layer: int) -> FusedLayer:
         """One layer's tensors, with totals of its own for what is prefetched."""
-        floor, free, priority, to_host, to_device, ready, cursor, barrier = (
-            self.manager._ready._layer(layer)
-        )
+        state, ready = self.manager.state.layer(layer), self.manager._ready
+        assert ready is not None
         return FusedLayer(
-            floor=floor, device_free=free, priority=priority, device_to_host=to_host,
-            host_to_device=to_device, ready=ready, cursor=cursor, barrier=barrier,
+            floor=self.manager.state.floor, device_free=state.device_free,
+            priority=state.priority, device_to_host=state.device_to_host,
+            host_to_device=state.host_to_device, ready=state.slot_buffer,
+            cursor=ready._cursors[layer : layer + 1], barrier=ready._barrier,
             totals=self.totals[layer], host_rows=self.host.rows[layer],
             device_rows=self.manager.rows(layer), num_ready=self.slots,
         )  # fmt: skip

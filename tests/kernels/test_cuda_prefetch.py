@@ -5,14 +5,22 @@ import random
 
 import pytest
 import torch
+from tests.kernels.cache_model import LayerModel
 from tests.kernels.conftest import HAS_HOPPER
 from tests.kernels.prefetch_model import PrefetchCase, make_case
 from tests.kernels.resident_model import LayerUnderTest
 from tests.kernels.test_cuda_emulated import layer
 
+from echokv.cache.batch import positions_to_host_slots
+from echokv.cache.manager import CacheManager
 from echokv.kernels.cuda import index_scores as cuda
 from echokv.kernels.cuda import recall
+from echokv.kernels.cuda.topk import topk
+from echokv.kernels.fused_layer import TOTALS, FusedLayer
+from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat
+from echokv.memory.pools import DevicePool, HostPool
+from echokv.memory.slots import HostSlots
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,3 +137,82 @@ def test_hostile_predictions_and_budgets(
     on_gpu = OnGpu(make_case(rng, under_test, [1400, 0, 129], 1))
     on_gpu.case.thresholds.fill_(threshold)
     on_gpu.prefetch(most, rows_per_unit, least)
+
+
+def test_a_thousand_replays_under_eviction_pressure() -> None:
+    """Hostile predictions, shared blocks and a pool of the least size, in one captured step.
+
+    Every replay: the scores are those without prefetch, and each selected row is where it is said
+    to be, byte for byte.
+    """
+    rng = random.Random(9)
+    rows, k, most, lens = 6, 64, 24, [700, 0, 1500, 64, 1499, 1000]
+    least_pool = rows * k + rows * most
+    host = HostPool(1, 64 * 80, 656, CUDA)
+    host.rows.random_(0, 256)
+    manager = CacheManager(load_kernels("cuda", CUDA), host, DevicePool(1, least_pool, 656, CUDA))
+    tables = torch.stack([torch.randperm(60)[:24] for _ in range(rows)]).to(torch.int32)
+    tables[:, :8] = tables[0, :8]  # one prefix for all
+    under_test = LayerUnderTest(LayerModel(4, 64 * 80), CUDA)
+    case = PrefetchCase(under_test, lens, tables, list(range(rows)), rng)
+    on_gpu = OnGpu(case)
+    query, lens_on_gpu, request_rows = (on_gpu.arguments[at] for at in (0, 6, 5))
+    truth, side = host.rows[0].cuda(), torch.cuda.Stream()
+    request_slots = ints([0, -1, 1, 2, 3, 4])
+    thresholds = torch.full((5,), torch.inf, device=CUDA)
+    enabled = torch.ones(5, dtype=torch.int32, device=CUDA)
+    totals = torch.zeros((1, TOTALS), dtype=torch.int64, device=CUDA)
+    wrong = torch.zeros(1, dtype=torch.int64, device=CUDA)
+
+    def step() -> None:
+        manager.begin_step()
+        scores, found = cuda.index_scores_prefetch(
+            *on_gpu.arguments, request_slots, thresholds, enabled,
+            fused_layer_of(manager, host, totals), most=most, rows_per_unit=0, least=most,
+        )  # fmt: skip
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            cuda.fetch_late(found)
+        positions, _ = topk(scores, lens_on_gpu, k)
+        wanted = positions_to_host_slots(positions, request_rows, on_gpu.arguments[4])
+        best = scores.gather(1, positions.clamp(min=0).long())
+        wrong.add_((scores != cuda.index_scores(*on_gpu.arguments)).sum())
+        torch.cuda.current_stream().wait_stream(side)
+        slots = manager.make_resident(0, HostSlots(wanted), best)
+        wrong.add_((slots < 0).ne(wanted < 0).sum())
+        taken = manager.rows(0)[slots.clamp(min=0).long()]
+        differs = (taken != truth[wanted.clamp(min=0).long()]).any(dim=2)
+        wrong.add_((differs & (wanted >= 0)).sum())
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    hostile = torch.tensor([torch.inf, torch.nan, -torch.inf, 0.0, 5.0, 10.0, 1e30], device=CUDA)
+    for replay in range(1000):
+        if replay % 3 == 0:
+            query.normal_()
+        thresholds.copy_(hostile[torch.randint(7, (5,), device=CUDA)])
+        enabled.random_(0, 3)
+        graph.replay()
+        if replay % 250 == 249:
+            manager.check()
+            assert int(wrong) == 0, f"after {replay + 1} replays"
+    assert int(totals[0, 1]) > 1000, "nothing was prefetched"
+    assert int(totals[0, 1]) == int(totals[0, 4])
+    host.close()
+
+
+def fused_layer_of(manager: CacheManager, host: HostPool, totals: torch.Tensor) -> FusedLayer:
+    """Layer 0 of a manager, with totals of its own."""
+    state, ready = manager.state, manager._ready
+    assert ready is not None
+    layer = state.layer(0)
+    return FusedLayer(
+        floor=state.floor, device_free=layer.device_free, priority=layer.priority,
+        device_to_host=layer.device_to_host, host_to_device=layer.host_to_device,
+        ready=layer.slot_buffer, cursor=ready._cursors[:1], barrier=ready._barrier,
+        totals=totals[0], host_rows=host.rows[0], device_rows=manager.rows(0),
+        num_ready=state.device_slots,
+    )  # fmt: skip
