@@ -9,6 +9,7 @@ all of them, the median of replays, variants in turn.
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -30,7 +31,9 @@ from echokv.memory.formats import IndexKeyFormat
 
 FMT = IndexKeyFormat(name="fp8", head_dim=128)
 SHAPES = ((13, 98_304), (13, 32_768), (102, 16_384), (1, 98_304), (2, 98_304), (64, 32_768))
+PREFILL = (512, 32_768)  # rows of one request
 L2_BYTES = 50 * 2**20
+HAS_DEEP_GEMM = importlib.util.find_spec("deep_gemm") is not None
 ROUNDS = 30
 LAUNCHES = 16  # in a graph, at least: what a graph itself costs is shared among them
 
@@ -175,10 +178,17 @@ def interleaved(variants: dict[str, Callable[[], object]], share: int) -> dict[s
     return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
-def time_shape(rows: int, length: int, device: torch.device) -> dict[str, Any]:
+def time_shape(
+    rows: int, length: int, device: torch.device, *, prefill: bool = False
+) -> dict[str, Any]:
     """One shape: the whole op, and the scores alone from a query that is already quantised."""
     layers = max(2, 4 * L2_BYTES // (rows * length * 132))
-    case = make_case([length] * rows, 64, layers, device)
+    case = make_case([length] * (1 if prefill else rows), 64, layers, device)
+    if prefill:
+        case.query = torch.randn(rows, 64, 128, dtype=torch.bfloat16, device=device)
+        case.weights = torch.randn(rows, 64, device=device)
+        case.rows = torch.zeros(rows, dtype=torch.int32, device=device)
+        case.lens = torch.arange(length - rows + 1, length + 1, dtype=torch.int32, device=device)
     images = cuda.quantise_query(case.query, case.weights)
     out = torch.empty(rows, score_width(length), device=device)
     repeats = -(-LAUNCHES // layers)
@@ -192,7 +202,8 @@ def time_shape(rows: int, length: int, device: torch.device) -> dict[str, Any]:
         "triton": lambda: [case.run(triton.index_scores, layer) for layer in each],
         "cuda, query quantised": lambda: [scores_only(layer) for layer in each],
     }
-    try:
+    gap = None
+    if HAS_DEEP_GEMM and not prefill:  # its table is a row's own
         theirs = DeepGemm(case)
         logits, ours = theirs(0), case.run(cuda.index_scores)
         gap = float((logits[:, :length] - ours[:, :length]).abs().max())
@@ -200,8 +211,6 @@ def time_shape(rows: int, length: int, device: torch.device) -> dict[str, Any]:
         variants["triton's quantisation, deep_gemm"] = lambda: [
             (quantise_query(case.query, case.weights, 128), theirs(layer)) for layer in each
         ]
-    except ImportError:
-        gap = None
     times = interleaved(variants, len(each))
     moved = rows * length * (132 + 4)
     line = ", ".join(f"{name} {taken:.1f}" for name, taken in times.items())
@@ -225,8 +234,9 @@ def main() -> None:
         sys.exit("wrong scores: nothing is timed")
     found: dict[str, Any] = {"environment": environment(args.commit), "checks": checks}
     found["timings"] = []
-    for rows, length in SHAPES:
-        found["timings"].append(time_shape(rows, length, device))
+    for rows, length in (*SHAPES[:4], PREFILL, *SHAPES[4:]):
+        taken = time_shape(rows, length, device, prefill=(rows, length) == PREFILL)
+        found["timings"].append(taken)
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
