@@ -36,7 +36,7 @@ constexpr u32 OVER = 1u << 31;      // in a ring's tail: nothing will follow
 constexpr u32 BUDGET_UNIT = 1u << 16;
 constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
 constexpr u32 MAX_FETCHING = 2;     // fetching warps of a block
-constexpr u32 TASKS_AT_ONCE = 4;    // of a fetching warp
+constexpr u32 TASKS_AT_ONCE = 8;    // of a fetching warp
 
 struct Ring {
   u32 tail;  // entries ever written, and OVER; its writer's
@@ -131,19 +131,53 @@ DEVICE u32 ask_budget(const PrefetchArguments& a, const Contexts& contexts, u32 
   return place;
 }
 
-// One row by one warp: asked for whole before it is written.
-DEVICE void fetch_row(const Layer& layer, i32 host_slot, i32 slot, u32 lane) {
+// A part of a row: what a warp asks for at once.
+struct RowPart {
+  Words words[WORDS_IN_FLIGHT];
+};
+constexpr u32 PART_BYTES = WORDS_IN_FLIGHT * WARP * 16;
+
+DEVICE RowPart load_part(const u8* from, u32 bytes, u32 lane) {
+  RowPart part;
+#pragma unroll
+  for (u32 i = 0; i < WORDS_IN_FLIGHT; i++)
+    if ((i * WARP + lane) * 16 < bytes) part.words[i] = load_row_words(from + (i * WARP + lane) * 16);
+  return part;
+}
+
+DEVICE void store_part(u8* to, const RowPart& part, u32 bytes, u32 lane) {
+#pragma unroll
+  for (u32 i = 0; i < WORDS_IN_FLIGHT; i++)
+    if ((i * WARP + lane) * 16 < bytes) store_row_words(to + (i * WARP + lane) * 16, part.words[i]);
+}
+
+DEVICE const u8* host_row(const Layer& layer, i32 host_slot) {
+  return layer.host_rows + u64(u32(host_slot)) * layer.row_bytes;
+}
+
+// The rows of some lanes, one after the other; the next is asked for before one is written. `first`
+// is the first part of the first. A slot of -1: that row has nowhere to go.
+DEVICE void copy_rows(const Layer& layer, RowPart first, i32 host_slot, i32 slot, u32 lanes,
+                      u32 lane) {
   const u32 row_bytes = layer.row_bytes;
-  const u8* from = layer.host_rows + u64(u32(host_slot)) * row_bytes;
-  u8* to = layer.device_rows + u64(u32(slot)) * row_bytes;
-  for (u32 start = lane * 16; start < row_bytes; start += WORDS_IN_FLIGHT * WARP * 16) {
-    Words words[WORDS_IN_FLIGHT];
-#pragma unroll
-    for (u32 i = 0; i < WORDS_IN_FLIGHT; i++)
-      if (start + i * WARP * 16 < row_bytes) words[i] = load_row_words(from + start + i * WARP * 16);
-#pragma unroll
-    for (u32 i = 0; i < WORDS_IN_FLIGHT; i++)
-      if (start + i * WARP * 16 < row_bytes) store_row_words(to + start + i * WARP * 16, words[i]);
+  RowPart part = first;
+  while (lanes != 0) {
+    const u32 mine = __ffs(lanes) - 1;
+    lanes &= lanes - 1;
+    const u8* from = host_row(layer, __shfl_sync(ALL_LANES, host_slot, mine));
+    const i32 where = __shfl_sync(ALL_LANES, slot, mine);
+    RowPart next = part;
+    if (lanes != 0) {
+      const i32 after = __shfl_sync(ALL_LANES, host_slot, __ffs(lanes) - 1);
+      next = load_part(host_row(layer, after), row_bytes, lane);
+    }
+    if (where >= 0) {
+      u8* to = layer.device_rows + u64(u32(where)) * row_bytes;
+      store_part(to, part, row_bytes, lane);
+      for (u32 at = PART_BYTES; at < row_bytes; at += PART_BYTES)
+        store_part(to + at, load_part(from + at, row_bytes - at, lane), row_bytes - at, lane);
+    }
+    part = next;
   }
 }
 
@@ -165,6 +199,9 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   const bool mine = wants && claim(layer, host_slot);
   const u32 claims = __ballot_sync(ALL_LANES, mine);
   if (claims == 0) return;
+  // The first row is on its way while its victim is looked for.
+  const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
+  const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
   u32 first = 0;
   if (lane == 0) first = u32(atomicAdd(layer.cursor, i32(__popc(claims))));
   first = __shfl_sync(ALL_LANES, first, 0);
@@ -176,39 +213,8 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
     if (settled) a.host_slots[at] = host_slot;
   }
   fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
-  u32 left = __ballot_sync(ALL_LANES, settled);
-  fetched->rows += __popc(left);
-  for (; left != 0; left &= left - 1) {
-    const u32 from = __ffs(left) - 1;
-    fetch_row(layer, __shfl_sync(ALL_LANES, host_slot, from),
-              __shfl_sync(ALL_LANES, victim.slot, from), lane);
-  }
-}
-
-// What waits in a ring: all lanes get the same.
-struct Waiting {
-  u32 head, count;
-  bool over;
-};
-
-DEVICE Waiting look_into(Ring* ring, u32 lane) {
-  const u32 word = __shfl_sync(ALL_LANES, lane == 0 ? load_from_block(&ring->tail) : 0, 0);
-  const u32 head = ring->head;
-  return {head, (word & ~OVER) - head, (word & OVER) != 0};
-}
-
-// Up to `most` entries, one a lane.
-DEVICE Candidate take_from(Ring* ring, const Waiting& waiting, u32 most, u32 lane) {
-  const u32 count = smaller(waiting.count, most);
-  Candidate candidate = {lane < count, NONE, 0, 0};
-  if (candidate.valid) {
-    const u32 at = (waiting.head + lane) % RING;
-    candidate = {true, ring->host_slots[at], ring->scores[at], ring->rows[at]};
-  }
-  warp_sync();
-  if (lane == 0) store_to_block(&ring->head, waiting.head + count);
-  warp_sync();  // every lane reads the new head next time
-  return candidate;
+  fetched->rows += __popc(__ballot_sync(ALL_LANES, settled));
+  copy_rows(layer, part, host_slot, victim.slot, claims, lane);
 }
 
 // Put the lanes' candidates on their rows' lists as far as budgets go. Where: ALL_LANES if nowhere,
@@ -230,28 +236,38 @@ DEVICE u32 put_on_list(const PrefetchArguments& a, const Contexts& contexts,
   return at;
 }
 
-// The intake warp, until nothing follows in any ring of the scoring warps.
+// The intake warp, until nothing follows in any ring. It looks into all of them at once, as many
+// lanes each, since most of what a candidate takes is waiting for memory.
 DEVICE void take_candidates(const PrefetchArguments& a, const Contexts& contexts, Ring* rings,
                             u32 scoring, Ring* tasks, u32 fetching, u32 lane) {
-  u32 tails[MAX_FETCHING] = {}, turn = 0;
+  const u32 each = WARP / scoring, nth = lane % each;
+  const bool reads = lane < each * scoring;
+  Ring* ring = rings + (reads ? lane / each : 0);
+  u32 head = 0, tails[MAX_FETCHING] = {}, turn = 0;
   for (bool over = false; !over;) {
-    over = true;
-    bool idle = true;
-    for (u32 index = 0; index < scoring; index++) {
-      const Waiting waiting = look_into(rings + index, lane);
-      over = over && waiting.over && waiting.count == 0;
-      if (waiting.count == 0) continue;
-      idle = false;
-      const Candidate candidate = take_from(rings + index, waiting, WARP, lane);
-      const u32 at = put_on_list(a, contexts, candidate, lane);
-      const u32 mine = (lane + turn++) % fetching;  // fetching warps share what there is
-#pragma unroll
-      for (u32 warp = 0; warp < MAX_FETCHING; warp++)
-        if (warp < fetching)
-          tails[warp] = offer(tasks + warp, tails[warp], at != ALL_LANES && mine == warp,
-                              candidate.host_slot, 0, at, lane);
+    const u32 seen = reads && nth == 0 ? load_from_block(&ring->tail) : 0;
+    const u32 word = __shfl_sync(ALL_LANES, seen, lane / each * each);
+    const u32 waiting = reads ? (word & ~OVER) - head : 0, taken = smaller(waiting, each);
+    over = __all_sync(ALL_LANES, !reads || ((word & OVER) != 0 && waiting == 0));
+    Candidate candidate = {nth < taken, NONE, 0, 0};
+    if (candidate.valid) {
+      const u32 at = (head + nth) % RING;
+      candidate = {true, ring->host_slots[at], ring->scores[at], ring->rows[at]};
     }
-    if (idle && !over) pause();
+    warp_sync();
+    head += taken;
+    if (taken != 0 && nth == 0) store_to_block(&ring->head, head);
+    if (!__any_sync(ALL_LANES, candidate.valid)) {
+      if (!over) pause();
+      continue;
+    }
+    const u32 at = put_on_list(a, contexts, candidate, lane);
+    const u32 mine = (lane + turn++) % fetching;  // fetching warps share what there is
+#pragma unroll
+    for (u32 warp = 0; warp < MAX_FETCHING; warp++)
+      if (warp < fetching)
+        tails[warp] = offer(tasks + warp, tails[warp], at != ALL_LANES && mine == warp,
+                            candidate.host_slot, 0, at, lane);
   }
 #pragma unroll
   for (u32 warp = 0; warp < MAX_FETCHING; warp++)
@@ -262,15 +278,22 @@ DEVICE void take_candidates(const PrefetchArguments& a, const Contexts& contexts
 DEVICE void fetch_tasks(const PrefetchArguments& a, Ring* tasks, u32 lane) {
   const i32 floor = *a.layer.floor;
   Fetched fetched = {0, 0};
-  for (;;) {
-    const Waiting waiting = look_into(tasks, lane);
-    if (waiting.over) break;
-    if (waiting.count == 0) {
+  for (u32 head = 0;;) {
+    const u32 word = __shfl_sync(ALL_LANES, lane == 0 ? load_from_block(&tasks->tail) : 0, 0);
+    if ((word & OVER) != 0) break;
+    const u32 taken = smaller(word - head, TASKS_AT_ONCE);
+    if (taken == 0) {
       pause();
       continue;
     }
-    const Candidate task = take_from(tasks, waiting, TASKS_AT_ONCE, lane);
-    take_in(a, task.valid, task.host_slot, task.row, floor, &fetched, lane);
+    const bool wants = lane < taken;
+    const u32 entry = (head + lane) % RING;
+    const i32 host_slot = wants ? tasks->host_slots[entry] : NONE;
+    const u32 at = wants ? tasks->rows[entry] : 0;
+    warp_sync();
+    head += taken;
+    if (lane == 0) store_to_block(&tasks->head, head);
+    take_in(a, wants, host_slot, at, floor, &fetched, lane);
   }
   add_fetched(a, fetched, lane);
 }
