@@ -33,6 +33,9 @@ class Spy:
         self.lossy, self.exact, self.topk = lossy, exact, lossy.topk
         self.calls: list[tuple[int, int, Tensor, Tensor, Selection, Selection]] = []
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        self.lossy.begin_pass(batch)
+
     def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         self.lossy.append(index_layer, keys, batch)
 
@@ -131,8 +134,7 @@ def test_previous_layer_input(small_model: Path) -> None:
                 angles = self.lossy._inputs[1][3]  # type: ignore[attr-defined]
                 q_a = attention.from_hidden(inputs[0])[0]
                 latent = attention.q_a_layernorm(q_a)
-                projected = attention.from_latent(latent)[1]
-                query, weights = attention.indexer.query(inputs[0], projected, angles)
+                query, weights = attention.indexer.query(inputs[0], latent, angles)
             assert same(self.exact.select(layer, query, weights, batch), given)
 
     run(small_model, "infinigen-like", Check)

@@ -5,6 +5,7 @@ surely hold, it attends in pieces of fewer tokens; the cut follows from shapes a
 nothing waits for the device, and any pool of at least k slots works.
 """
 
+import torch
 from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch
@@ -13,7 +14,7 @@ from echokv.errors import CapacityError
 from echokv.indexer.indexer import Selection
 from echokv.kernels.registry import Kernels
 from echokv.memory.formats import RowFormat
-from echokv.memory.slots import HostSlots
+from echokv.memory.slots import DeviceSlots, HostSlots
 
 
 def fits_at_once(num_tokens: int, topk: int, context_rows: int, capacity: int) -> bool:
@@ -47,6 +48,9 @@ class SparseAttention:
     the next pass. Otherwise it attends in pieces (`plan_pieces`), each a cache step of its own;
     new rows are then kept as far as the pool goes and recalled from host where they had to leave.
 
+    On a GPU the rows of a decode step can be recalled beside what its query still needs
+    (`begin_recall`): copying over PCIe and reading weights don't slow each other.
+
     Padding rows neither write nor read. `batch.num_real_tokens` decides the pieces: a captured
     graph must be captured with all rows real.
 
@@ -73,6 +77,12 @@ class SparseAttention:
         self._cache = cache
         self._fmt = fmt
         self._scale = scale
+        self._topk = topk
+        device = cache.rows(0).device
+        beside = device.type == "cuda" and cache.recalls
+        # A high priority: its blocks are few, and a product's would keep them waiting.
+        self._stream = torch.cuda.Stream(device, priority=-1) if beside else None
+        self._recalled: DeviceSlots | None = None
 
     def begin_pass(self) -> None:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
@@ -96,6 +106,33 @@ class SparseAttention:
             keep=min(real, self._cache.capacity),
         )
 
+    def recalls_beside(self, batch: ForwardBatch) -> bool:
+        """Whether `begin_recall` would run beside the caller's next products."""
+        return (
+            self._stream is not None
+            and batch.is_decode
+            and batch.num_real_tokens == batch.num_tokens
+            and self._fits(batch, self._topk)
+        )
+
+    def begin_recall(self, layer: int, selection: Selection, batch: ForwardBatch) -> None:
+        """Begin to make a selection resident; `attend` of the same layer and selection waits.
+
+        Does nothing where `recalls_beside` is false. Nothing but products may run before `attend`.
+
+        Args:
+            layer: decoder layer; this pass's rows must have been appended.
+            selection: kept by the caller until `attend` has returned.
+            batch: the pass.
+        """
+        if self._stream is None or not self.recalls_beside(batch):
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._recalled = self._make_resident(
+                layer, selection, batch, slice(0, batch.num_tokens)
+            )
+
     def attend(
         self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch
     ) -> Tensor:
@@ -112,7 +149,7 @@ class SparseAttention:
         """
         real, topk = batch.num_real_tokens, selection.host_slots.shape[1]
         capacity = self._cache.capacity
-        at_once = fits_at_once(real, topk, batch.num_context_rows, capacity)
+        at_once = self._fits(batch, topk)
         if at_once and real == batch.num_tokens:
             return self._attend_rows(layer, query, selection, batch, slice(0, real))
         output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
@@ -125,13 +162,27 @@ class SparseAttention:
     def _attend_rows(
         self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch, rows: slice
     ) -> Tensor:
-        device_slots = self._cache.make_resident(
+        device_slots, self._recalled = self._recalled, None
+        if device_slots is None:
+            device_slots = self._make_resident(layer, selection, batch, rows)
+        else:
+            assert self._stream is not None, "it was recalled there"
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        # Pieces depend on the device pool, and in a prefill so would a library's bits.
+        attend = self._kernels.decode_mla if batch.is_decode else None
+        attend = attend or self._kernels.sparse_mla
+        return attend(query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale)
+
+    def _make_resident(
+        self, layer: int, selection: Selection, batch: ForwardBatch, rows: slice
+    ) -> DeviceSlots:
+        return self._cache.make_resident(
             layer,
             HostSlots(selection.host_slots[rows]),
             selection.scores[rows],
             max_distinct=batch.num_context_rows,
         )
-        # Pieces depend on the device pool, and in a prefill so would a library's bits.
-        attend = self._kernels.decode_mla if batch.is_decode else None
-        attend = attend or self._kernels.sparse_mla
-        return attend(query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale)
+
+    def _fits(self, batch: ForwardBatch, topk: int) -> bool:
+        capacity = self._cache.capacity
+        return fits_at_once(batch.num_real_tokens, topk, batch.num_context_rows, capacity)

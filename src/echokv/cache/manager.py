@@ -61,6 +61,11 @@ class CacheManager:
         return self.state.device_slots
 
     @property
+    def recalls(self) -> bool:
+        """See `KVCache`: what is absent comes from host."""
+        return True
+
+    @property
     def metadata_bytes(self) -> int:
         """See `KVCache`."""
         return self.state.metadata_bytes_per_layer * self.state.num_layers

@@ -33,6 +33,11 @@ class KVCache(Protocol):
         ...
 
     @property
+    def recalls(self) -> bool:
+        """Whether `make_resident` may have rows to copy."""
+        ...
+
+    @property
     def metadata_bytes(self) -> int:
         """Bytes of mappings and priorities, all layers: the plan's line "metadata"."""
         ...

@@ -35,6 +35,11 @@ class ResidentCache:
         return self._slots
 
     @property
+    def recalls(self) -> bool:
+        """See `KVCache`: nothing is ever absent."""
+        return False
+
+    @property
     def metadata_bytes(self) -> int:
         """See `KVCache`; 5 bytes a slot."""
         return 4 * self._nowhere.numel() + self._slots
