@@ -68,9 +68,12 @@ class Recorder:
         scores: Tensor,
         *,
         max_distinct: int | None = None,
-    ) -> None:
+    ) -> DeviceSlots:
         self.calls.append(("ahead", host_slots.shape[0]))
-        self.cache.recall_ahead(layer, host_slots, scores, max_distinct=max_distinct)
+        return self.cache.recall_ahead(layer, host_slots, scores, max_distinct=max_distinct)
+
+    def wait(self) -> None:
+        self.cache.wait()
 
     def rows(self, layer: int) -> Tensor:
         return self.cache.rows(layer)

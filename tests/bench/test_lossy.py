@@ -134,8 +134,7 @@ def test_previous_layer_input(small_model: Path) -> None:
                 angles = self.lossy._inputs[1][3]  # type: ignore[attr-defined]
                 q_a = attention.from_hidden(inputs[0])[0]
                 latent = attention.q_a_layernorm(q_a)
-                projected = attention.from_latent(latent)[1]
-                query, weights = attention.indexer.query(inputs[0], projected, angles)
+                query, weights = attention.indexer.query(inputs[0], latent, angles)
             assert same(self.exact.select(layer, query, weights, batch), given)
 
     run(small_model, "infinigen-like", Check)

@@ -90,3 +90,17 @@ def test_flags_that_make_no_sense(
 ) -> None:
     assert main([*SMALL, *flags.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_captured_steps_decode_the_same_with_and_without_offload(tmp_path: Path) -> None:
+    """On a GPU: graphs, fused ops, rows recalled beside products; the comparison is the gate."""
+    path = tmp_path / "result.json"
+    flags = (
+        "bench decode --preset small --device cuda --batch 4 --context-len 700 --compare --steps 5"
+        " --rounds 2 --hit-rate 0.75 --device-pool-tokens 600 --profile 3"
+    )
+    assert main([*flags.split(), "--output-json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["variants"]["offloaded"]["hit_rate_by_layer"] == [0.75] * 4
+    assert result["dtype"] == "bfloat16"

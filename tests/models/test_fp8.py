@@ -53,9 +53,9 @@ def tensors(path: Path) -> dict[str, Tensor]:
 def test_what_deepseek_stores_in_fp8_stays_so(checkpoint: Path) -> None:
     model = load(checkpoint, kept(checkpoint))
     attention, moe = model.layers[1].self_attn, model.layers[1].mlp
-    for joined in (attention.from_hidden, attention.from_latent):
-        assert joined.weight.dtype == torch.float8_e4m3fn
-    assert isinstance(attention.o_proj, Fp8Linear)
+    assert attention.from_hidden.weight.dtype == torch.float8_e4m3fn
+    for matrix in (attention.q_b_proj, attention.o_proj, attention.indexer.wq_b):
+        assert isinstance(matrix, Fp8Linear)
     assert isinstance(model.layers[0].mlp, Fp8GatedMLP)
     assert isinstance(moe.shared_experts, Fp8GatedMLP)
     assert isinstance(moe.experts, Fp8Experts)

@@ -13,7 +13,7 @@ from echokv.errors import CapacityError
 from echokv.indexer.indexer import Selection
 from echokv.kernels.registry import Kernels
 from echokv.memory.formats import RowFormat
-from echokv.memory.slots import HostSlots
+from echokv.memory.slots import DeviceSlots, HostSlots
 
 LEAST_TOKENS_AHEAD = 8
 """Tokens of a piece below which recalling ahead, which halves pieces, costs more than it hides."""
@@ -38,6 +38,9 @@ class SparseAttention:
     the next pass. Otherwise it attends in pieces (`plan_pieces`), each a cache step of its own;
     new rows are then kept as far as the pool goes and recalled from host where they had to leave.
     With `ahead`, a piece's rows are recalled while the piece before it attends.
+
+    The rows of a decode step can be recalled beside what its query still needs
+    (`begin_recall`): copying over PCIe and reading weights don't slow each other.
 
     Padding rows neither write nor read. `batch.num_real_tokens` decides the pieces: a captured
     graph must be captured with all rows real.
@@ -73,7 +76,9 @@ class SparseAttention:
         self._cache = cache
         self._fmt = fmt
         self._scale = scale
+        self._topk = topk
         self._ahead = ahead and cache.capacity // topk >= 2 * LEAST_TOKENS_AHEAD
+        self._recalled: DeviceSlots | None = None
 
     def begin_pass(self) -> None:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
@@ -101,6 +106,31 @@ class SparseAttention:
             keep=min(real, self._cache.capacity),
         )
 
+    def recalls_beside(self, batch: ForwardBatch) -> bool:
+        """Whether `begin_recall` would run beside the caller's next products."""
+        return (
+            self._cache.recalls
+            and batch.is_decode
+            and batch.num_real_tokens == batch.num_tokens
+            and self._fits(batch, self._topk)
+        )
+
+    def begin_recall(self, layer: int, selection: Selection, batch: ForwardBatch) -> None:
+        """Begin to make a selection resident; `attend` of the same layer and selection waits.
+
+        Does nothing where `recalls_beside` is false. Nothing but products may run before `attend`.
+
+        Args:
+            layer: decoder layer; this pass's rows must have been appended.
+            selection: kept by the caller until `attend` has returned.
+            batch: the pass.
+        """
+        if self.recalls_beside(batch):
+            whole = slice(0, batch.num_tokens)
+            self._recalled = self._cache.recall_ahead(
+                layer, *_of_rows(selection, whole), max_distinct=batch.num_context_rows
+            )
+
     def attend(
         self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch
     ) -> Tensor:
@@ -124,7 +154,7 @@ class SparseAttention:
     ) -> Tensor:
         real, topk = batch.num_real_tokens, selection.host_slots.shape[1]
         capacity = self._cache.capacity
-        at_once = fits_at_once(real, topk, batch.num_context_rows, capacity)
+        at_once = self._fits(batch, topk)
         if at_once and real == batch.num_tokens:
             return self._attend_rows(layer, query, selection, batch, slice(0, real))
         output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
@@ -147,20 +177,26 @@ class SparseAttention:
         following: slice | None = None,
     ) -> Tensor:
         """Attention of some rows; what those of `following` select is recalled meanwhile."""
-        device_slots = self._cache.make_resident(
-            layer,
-            HostSlots(selection.host_slots[rows]),
-            selection.scores[rows],
-            max_distinct=batch.num_context_rows,
-        )
+        device_slots, self._recalled = self._recalled, None
+        if device_slots is None:
+            device_slots = self._cache.make_resident(
+                layer, *_of_rows(selection, rows), max_distinct=batch.num_context_rows
+            )
+        else:
+            self._cache.wait()
         if following is not None:
             self._cache.recall_ahead(
-                layer,
-                HostSlots(selection.host_slots[following]),
-                selection.scores[following],
-                max_distinct=batch.num_context_rows,
+                layer, *_of_rows(selection, following), max_distinct=batch.num_context_rows
             )
         # Pieces depend on the device pool, and in a prefill so would a library's bits.
         attend = self._kernels.decode_mla if batch.is_decode else None
         attend = attend or self._kernels.sparse_mla
         return attend(query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale)
+
+    def _fits(self, batch: ForwardBatch, topk: int) -> bool:
+        capacity = self._cache.capacity
+        return fits_at_once(batch.num_real_tokens, topk, batch.num_context_rows, capacity)
+
+
+def _of_rows(selection: Selection, rows: slice) -> tuple[HostSlots, Tensor]:
+    return HostSlots(selection.host_slots[rows]), selection.scores[rows]

@@ -69,6 +69,11 @@ class CacheManager:
         return self.state.device_slots
 
     @property
+    def recalls(self) -> bool:
+        """See `KVCache`: what is absent comes from host."""
+        return True
+
+    @property
     def metadata_bytes(self) -> int:
         """See `KVCache`."""
         return self.state.metadata_bytes_per_layer * self.state.num_layers
@@ -130,10 +135,14 @@ class CacheManager:
         scores: Tensor,
         *,
         max_distinct: int | None = None,
-    ) -> None:
+    ) -> DeviceSlots:
         """See `KVCache`."""
         with self.side.fork(host_slots, scores):
-            self._make_resident(layer, host_slots, scores, max_distinct)
+            return self._make_resident(layer, host_slots, scores, max_distinct)
+
+    def wait(self) -> None:
+        """See `KVCache`."""
+        self.side.join()
 
     def _make_resident(
         self, layer: int, host_slots: HostSlots, scores: Tensor, max_distinct: int | None

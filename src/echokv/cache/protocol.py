@@ -35,6 +35,11 @@ class KVCache(Protocol):
         ...
 
     @property
+    def recalls(self) -> bool:
+        """Whether `make_resident` may have rows to copy."""
+        ...
+
+    @property
     def metadata_bytes(self) -> int:
         """Bytes of mappings and priorities, all layers: the plan's line "metadata"."""
         ...
@@ -109,8 +114,8 @@ class KVCache(Protocol):
         scores: Tensor,
         *,
         max_distinct: int | None = None,
-    ) -> None:
-        """`make_resident` beside what the current stream does next, for its effect alone.
+    ) -> DeviceSlots:
+        """`make_resident` beside what the current stream does next.
 
         A later `make_resident` of the same rows finds them, if in this step or, while they are
         all that was asked for since, in the next. Every other call waits for this one.
@@ -121,9 +126,16 @@ class KVCache(Protocol):
             scores: [T, k] float32 index scores.
             max_distinct: most distinct rows among them, where the caller knows; None: T x k.
 
+        Returns:
+            [T, k] int32 as `make_resident`; to be read after `wait`, or any other call.
+
         Raises:
             CapacityError: max_distinct exceeds the device pool.
         """
+        ...
+
+    def wait(self) -> None:
+        """Let the current stream wait for `recall_ahead`."""
         ...
 
     def rows(self, layer: int) -> Tensor:

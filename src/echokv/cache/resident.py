@@ -35,6 +35,11 @@ class ResidentCache:
         return self._slots
 
     @property
+    def recalls(self) -> bool:
+        """See `KVCache`: nothing is ever absent."""
+        return False
+
+    @property
     def metadata_bytes(self) -> int:
         """See `KVCache`; 5 bytes a slot."""
         return 4 * self._nowhere.numel() + self._slots
@@ -74,8 +79,12 @@ class ResidentCache:
         scores: Tensor,
         *,
         max_distinct: int | None = None,
-    ) -> None:
-        """Nothing is ever missing."""
+    ) -> DeviceSlots:
+        """The same numbers, at once."""
+        return DeviceSlots(host_slots)
+
+    def wait(self) -> None:
+        """Nothing runs beside the current stream."""
 
     def rows(self, layer: int) -> Tensor:
         """See `KVCache`."""

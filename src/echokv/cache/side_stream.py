@@ -19,7 +19,9 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # A high priority: its blocks are few, and a product's would keep them waiting.
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
         self._kept: list[object] = []
         self._busy = False
 

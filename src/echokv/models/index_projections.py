@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from echokv.config import ModelConfig
 from echokv.kernels.registry import ModelKernels
 from echokv.models.layers import LayerNorm, weight
+from echokv.models.matrices import Matrices
 
 KEY_NORM_EPS = 1e-6
 
@@ -29,38 +30,38 @@ class HeadWeights(nn.Module):
 
 
 class IndexProjections(nn.Module):
-    """The indexer's part in one layer; the layer joins its two projections with its own.
+    """The indexer's part in one layer; the layer joins wk with matrices of its own.
 
     Args:
         config: shapes.
-        ops: what stands between the products.
+        matrices: how they are kept.
     """
 
-    def __init__(self, config: ModelConfig, ops: ModelKernels) -> None:
+    def __init__(self, config: ModelConfig, matrices: Matrices) -> None:
         super().__init__()
         heads, dim = config.index_n_heads, config.index_head_dim
+        self.wq_b = matrices.linear("wq_b", config.q_lora_rank, heads * dim)
         self.k_norm = LayerNorm(dim)
-        self.weights_proj = HeadWeights(config.hidden_size, heads, ops)
+        self.weights_proj = HeadWeights(config.hidden_size, heads, matrices.ops)
         self._shape = (heads, dim)
         self._interleaved = config.rope.indexer_interleaved
-        self._ops = ops
+        self._ops = matrices.ops
 
     def query(
-        self, x: Tensor, projected: Tensor, angles: tuple[Tensor, Tensor]
+        self, x: Tensor, q_latent: Tensor, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Rotate the query; the first rope dimensions of a head carry the position.
+        """Project and rotate the query; the first rope dimensions of a head carry the position.
 
         Args:
             x: [T, hidden], the layer's normed input.
-            projected: [T, H * D], wq_b of the query's latent.
+            q_latent: [T, q_lora_rank], normed.
             angles: cosines and sines, each [T, rope_dim / 2].
 
         Returns:
             query [T, H, D], weights [T, H] float32.
         """
-        heads = projected.unflatten(-1, self._shape)
-        query = heads.new_empty(heads.shape)
-        self._ops.rotate(heads, *angles, query, interleaved=self._interleaved)
+        query = self.wq_b(q_latent).unflatten(-1, self._shape)
+        self._ops.rotate(query, *angles, query, interleaved=self._interleaved)
         return query, self.weights_proj(x)
 
     def keys(self, projected: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

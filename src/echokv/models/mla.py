@@ -79,26 +79,23 @@ class MLA(Stacked):
         self._q_dims = (config.qk_nope_head_dim, config.qk_rope_head_dim)
         self._kv_dims = (config.kv_lora_rank, config.qk_rope_head_dim)
         from_hidden = {"q_a_proj": q_rank, "kv_a_proj_with_mqa": sum(self._kv_dims)}
-        from_latent = {"q_b_proj": self._heads * sum(self._q_dims)}
         if layer in config.index_layers:
-            index_dim = config.index_head_dim
             # Whole blocks of fp8 first: the one odd size comes last, and nothing is padded.
-            from_hidden = {"q_a_proj": q_rank, "indexer.wk": index_dim} | from_hidden
-            from_latent["indexer.wq_b"] = config.index_n_heads * index_dim
+            from_hidden = {"q_a_proj": q_rank, "indexer.wk": config.index_head_dim} | from_hidden
         self.from_hidden = Joined(from_hidden, hidden, matrices)
-        self.from_latent = Joined(from_latent, q_rank, matrices)
+        self.q_b_proj = matrices.linear("q_b_proj", q_rank, self._heads * sum(self._q_dims))
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = LatentExpansion(config, matrices.dtype)
         self.o_proj = matrices.linear("o_proj", self._heads * config.v_head_dim, hidden)
         self.indexer = None
         if layer in config.index_layers:
-            self.indexer = IndexProjections(config, matrices.ops)
+            self.indexer = IndexProjections(config, matrices.under("indexer"))
             self._index_layer = config.index_layers.index(layer)
 
     def places(self) -> dict[str, Tensor]:
         """See `Stacked`; the matrices that are joined, under their own names."""
-        return self.from_hidden.parts() | self.from_latent.parts()
+        return self.from_hidden.parts()
 
     def forward(
         self,
@@ -126,16 +123,16 @@ class MLA(Stacked):
         from_hidden = self.from_hidden(x)  # q_a, the index key if any, kv_a
         q_latent, latent, k_rope = self._latents(from_hidden[0], from_hidden[-1], angles)
         context.attention.append(self._layer, latent, k_rope, batch)
-        from_latent = self.from_latent(q_latent)  # the query, the index query if any
         if self.indexer is not None:
-            query, weights = self.indexer.query(x, from_latent[1], angles)
+            query, weights = self.indexer.query(x, q_latent, angles)
             keys = self.indexer.keys(from_hidden[1], angles)
             context.indexer.append(self._index_layer, keys, batch)
             selection = context.indexer.select(self._index_layer, query, weights, batch)
             if context.observer is not None:
                 context.observer(self._layer, batch, selection)
         assert selection is not None, "ModelConfig guarantees that the first layer is full"
-        query = self._absorbed_query(from_latent[0], angles)
+        context.attention.begin_recall(self._layer, selection, batch)
+        query = self._absorbed_query(q_latent, angles)
         attended = context.attention.attend(self._layer, query, selection, batch)
         values = self.kv_b_proj.expand_values(attended)  # [T, H, v]
         out: Tensor = self.o_proj(values.flatten(1))
@@ -151,7 +148,7 @@ class MLA(Stacked):
         assert self.indexer is not None, "this layer shares another's selection"
         q_a, _, kv_a = self.from_hidden(x)
         q_latent, _, _ = self._latents(q_a, kv_a, angles)
-        return self.indexer.query(x, self.from_latent(q_latent)[1], angles)
+        return self.indexer.query(x, q_latent, angles)
 
     def _latents(
         self, q_a: Tensor, kv_a: Tensor, angles: tuple[Tensor, Tensor]
@@ -165,9 +162,9 @@ class MLA(Stacked):
             *angles,
         )
 
-    def _absorbed_query(self, projected: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """[T, H * (nope + rope)] -> [T, H, latent + rope]."""
-        heads: Tensor = projected.unflatten(-1, (self._heads, -1))
+    def _absorbed_query(self, q_latent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """[T, q_lora_rank] -> [T, H, latent + rope]."""
+        heads: Tensor = self.q_b_proj(q_latent).unflatten(-1, (self._heads, -1))
         nope, rope = heads.split(self._q_dims, -1)
         query: Tensor = heads.new_empty(*heads.shape[:2], sum(self._kv_dims))
         latent_part, rope_part = query.split(self._kv_dims, -1)
