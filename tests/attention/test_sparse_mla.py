@@ -1,5 +1,6 @@
 """Sparse attention over a cache: in pieces or at once, against dense softmax in float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ class Recorder:
     @property
     def capacity(self) -> int:
         return self.cache.capacity
+
+    @property
+    def recalls(self) -> bool:
+        return self.cache.recalls
 
     def begin_step(self, layer: int | None = None) -> None:
         self.calls.append(("step", 0))
@@ -243,6 +248,28 @@ def test_a_piece_finds_what_was_recalled_ahead(monkeypatch: pytest.MonkeyPatch) 
         *(step, ("resident", 1)),
     ]
     assert asked[0][1] > 0 and [count for _, count in asked[1:]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("pool", [7 * (TOPK + 1), 256])
+def test_a_decode_step_recalls_beside_its_query(pool: int) -> None:
+    world = World(pool, 7)
+    world.batch = replace(world.batch, block_tables=world.batch.block_tables.expand(7, 1))
+    for layer in range(LAYERS):
+        world.attention.begin_recall(layer, world.selection, world.batch)
+        assert torch.equal(world.attend(layer), World(None, 7).attend(layer))
+    assert [name for name, _ in world.cache.calls] == ["step", "ahead", "ahead"]
+    world.cache.cache.check()
+
+
+@pytest.mark.parametrize(("pool", "requests"), [(None, 7), (7 * (TOPK + 1) - 1, 7), (256, 1)])
+def test_nothing_is_recalled_beside_where_it_would_not_do(pool: int | None, requests: int) -> None:
+    """Everything resident, a pass that doesn't fit, a prefill."""
+    world = World(pool, 7)
+    tables = world.batch.block_tables.expand(requests, 1)
+    world.batch = replace(world.batch, block_tables=tables)
+    world.attention.begin_recall(0, world.selection, world.batch)
+    assert torch.equal(world.attend(0), World(None, 7).attend(0))
+    assert "ahead" not in {name for name, _ in world.cache.calls}
 
 
 def test_small_pieces_are_not_halved() -> None:
