@@ -9,7 +9,7 @@ import torch
 
 from echokv.errors import KernelUnavailable
 from echokv.kernels import libraries
-from echokv.kernels.libraries import Choice, LibraryRequest, choose
+from echokv.kernels.libraries import AUTO, Choice, LibraryRequest, choose
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 
@@ -40,7 +40,9 @@ def kernels_of(choices: tuple[Choice, ...]) -> dict[str, str]:
 @pytest.mark.usefixtures("on_hopper")
 def test_auto_takes_the_libraries_on_hopper() -> None:
     found = kernels_of(choose("triton", CUDA, REQUEST))
-    assert found == {"attention": "flashmla", "gemm": "deepgemm", "indexer": "deepgemm"}
+    expected = {part: library if part in AUTO else "triton" for part, library in LIBRARY.items()}
+    assert found == expected
+    assert kernels_of(choose("cuda", CUDA, dataclasses.replace(REQUEST, **LIBRARY))) == LIBRARY
 
 
 @pytest.mark.usefixtures("on_hopper")

@@ -25,6 +25,12 @@ ATTENTION_KERNELS = ("auto", "flashmla", "triton")
 GEMM_KERNELS = ("auto", "deepgemm", "triton", "torch")
 INDEXER_KERNELS = ("auto", "deepgemm", "triton")
 
+AUTO = ("attention", "indexer")
+"""What `auto` gives to a library that can serve it. FlashMLA's decode and DeepGEMM's logits are
+faster than ours at every size measured. DeepGEMM's products are not among them yet: they are faster
+for large weights, but each shape costs 2 to 6 s of compiling at the first start, and they have not
+been measured in the engine; `--gemm-kernel deepgemm` takes them."""
+
 FLASHMLA_LATENT, FLASHMLA_ROPE, FLASHMLA_HEADS = 512, 64, 128
 DEEPGEMM_INDEX_HEADS, DEEPGEMM_INDEX_DIM = (32, 64), 128
 
@@ -86,6 +92,8 @@ def _choose(
     if asked not in known:
         raise KernelUnavailable(f"{flag} is not one of {', '.join(known)}")
     ours = "reference" if backend == "reference" else "triton"
+    if asked == "auto" and backend != "reference" and part not in AUTO:
+        return Choice(part=part, kernel=ours, refusal=f"{library} when asked for")
     if asked not in ("auto", library):
         if asked == "triton" != ours:
             raise KernelUnavailable(f"{flag} contradicts --backend {backend}")

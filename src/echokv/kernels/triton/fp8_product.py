@@ -322,12 +322,15 @@ def _signature(tiles: Tiles, *, grouped: bool = False, gated: bool = False) -> t
 
 
 COMPILE_SIGNATURES = (
-    _signature(Tiles(rows=16, columns=16, stages=6)),
-    _signature(Tiles(rows=16, columns=64, splits=7, stages=6)),
-    _signature(Tiles(rows=64, columns=64, stages=6)),
-    _signature(Tiles(rows=64, columns=64, stages=4), grouped=True, gated=True),
-    _signature(Tiles(rows=16, columns=64, stages=6), grouped=True),
-    _signature(Tiles(rows=16, columns=64, swapped=True)),
+    _signature(Tiles(rows=16, columns=64, swapped=True, splits=8)),
+    _signature(Tiles(rows=32, columns=64, swapped=True, quantised=True)),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True, splits=4)),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True), gated=True),
+    _signature(Tiles(rows=16, columns=64, swapped=True), gated=True),
+    _signature(Tiles(rows=16, columns=64, swapped=True), grouped=True, gated=True),
+    _signature(Tiles(rows=16, columns=64, swapped=True), grouped=True),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True), grouped=True, gated=True),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True), grouped=True),
     _signature(MANY_ROWS, grouped=True),
     _signature(MANY_ROWS_GATED, grouped=True, gated=True),
     (
@@ -345,6 +348,6 @@ COMPILE_SIGNATURES = (
     ),
     (
         _sum_splits,
-        {"parts": "*fp32", "out": "*bf16", "size": "i32", "SPLITS": 7, "BLOCK": _SUM_BLOCK},
+        {"parts": "*fp32", "out": "*bf16", "size": "i32", "SPLITS": 8, "BLOCK": _SUM_BLOCK},
     ),
 )
