@@ -1,4 +1,4 @@
-"""DeepGEMM and FlashMLA as plain PyTorch: their calling conventions, checked, without their kernels.
+"""DeepGEMM and FlashMLA as plain PyTorch: their calling conventions, without their kernels.
 
 Layout rules are those that sgl-deep-gemm 0.1.5.post1 and sgl-flash-mla 1.0.0 assert; rows that the
 real kernels leave alone stay as they were.
@@ -75,6 +75,7 @@ def fp8_paged_mqa_logits(
     assert pages.shape[1:] == (64, 1, 132) and pages.dtype == torch.uint8
     assert context_lens.shape == (len(query), 1) and tables.shape[0] == len(query)
     assert torch.equal(schedule, context_lens), "made from another pass's lengths"
+    assert (tables >= 0).all()
     flat = pages.view(len(pages), -1)
     out = torch.full((len(query), -(-width // 256) * 256), torch.nan)[:, :width]
     for row, length in enumerate(context_lens[:, 0].tolist()):
