@@ -14,6 +14,9 @@ _PROGRAMS = 400
 _LEAST_STEPS = 7
 """Blocks of 128 columns that a split has at least: below, its start costs more than it saves."""
 
+_LONG_SUM = 28
+"""Blocks from which a sum is split at all: adding the parts costs a launch."""
+
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x [..., K] @ weight [N, K].T, both in e4m3 with their scales: [..., N]."""
@@ -40,10 +43,10 @@ def linear_tiles(rows: int, columns: int, width: int, *, gated: bool) -> Tiles:
     """Tiles of a product of so many rows of x with a weight [columns, width]."""
     if rows > _FEW_ROWS:
         return MANY_ROWS_GATED if gated else MANY_ROWS
-    blocks, programs = width // FP8_BLOCK, -(-columns // 64)
+    blocks, programs = width // FP8_BLOCK, -(-columns // 64) * (2 if gated else 1)
     splits = 1
     while (
-        not gated
+        blocks >= _LONG_SUM
         and programs * splits < _PROGRAMS
         and blocks % (2 * splits) == 0
         and blocks // (2 * splits) >= _LEAST_STEPS
