@@ -19,10 +19,10 @@ COMMON: dict[str, Any] = {
     "check_cache": True,
 }
 KERNELS = {
-    "ours": {"attention_kernel": "triton", "gemm_kernel": "triton", "indexer_kernel": "triton"},
+    "ours": {"attention_kernel": "backend", "gemm_kernel": "backend", "indexer_kernel": "backend"},
     "converted": {"gemm_kernel": "torch"},
     # DeepGEMM compiles a kernel for each shape of a weight: minutes, for this test alone.
-    "libraries": {"gemm_kernel": "triton"},
+    "libraries": {"attention_kernel": "flashmla", "indexer_kernel": "deepgemm"},
 }
 
 

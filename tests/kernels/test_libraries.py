@@ -9,7 +9,7 @@ import torch
 
 from echokv.errors import KernelUnavailable
 from echokv.kernels import libraries
-from echokv.kernels.libraries import Choice, LibraryRequest, choose
+from echokv.kernels.libraries import OWN, Choice, LibraryRequest, choose
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 
@@ -40,14 +40,16 @@ def kernels_of(choices: tuple[Choice, ...]) -> dict[str, str]:
 @pytest.mark.usefixtures("on_hopper")
 def test_auto_takes_the_libraries_on_hopper() -> None:
     found = kernels_of(choose("triton", CUDA, REQUEST))
-    assert found == {"attention": "flashmla", "gemm": "deepgemm", "indexer": "deepgemm"}
+    assert found == {"attention": "flashmla", "gemm": OWN, "indexer": "deepgemm"}
+    assert kernels_of(choose("cuda", CUDA, REQUEST)) == {**found, "indexer": OWN}
+    assert kernels_of(choose("cuda", CUDA, dataclasses.replace(REQUEST, **LIBRARY))) == LIBRARY
 
 
 @pytest.mark.usefixtures("on_hopper")
 def test_ours_when_asked_for() -> None:
-    asked = dataclasses.replace(REQUEST, attention="triton", gemm="torch", indexer="triton")
+    asked = dataclasses.replace(REQUEST, attention=OWN, gemm="torch", indexer=OWN)
     choices = choose("cuda", CUDA, asked)
-    assert kernels_of(choices) == {"attention": "triton", "gemm": "torch", "indexer": "triton"}
+    assert kernels_of(choices) == {"attention": OWN, "gemm": "torch", "indexer": OWN}
     assert all(choice.refusal is None for choice in choices)
 
 
@@ -80,7 +82,7 @@ LIBRARY = {"attention": "flashmla", "gemm": "deepgemm", "indexer": "deepgemm"}
 def test_what_a_library_cannot_serve(part: str, changed: dict[str, object], why: str) -> None:
     request = dataclasses.replace(REQUEST, **changed)
     auto = {choice.part: choice for choice in choose("triton", CUDA, request)}[part]
-    assert auto.kernel == "triton"
+    assert auto.kernel == OWN
     with pytest.raises(KernelUnavailable, match=why):
         choose("triton", CUDA, dataclasses.replace(request, **{part: LIBRARY[part]}))
 
@@ -91,7 +93,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, on_hopper: 
 
     monkeypatch.setattr(libraries, "load_flash_mla", missing)
     attention = choose("triton", CUDA, REQUEST)[0]
-    assert attention.kernel == "triton"
+    assert attention.kernel == OWN
     assert attention.refusal == "No module named 'flash_mla' (pip install 'echokv[hopper]')"
 
 
@@ -105,11 +107,12 @@ def test_the_reference_has_its_own_only(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO, logger="echokv"):
         kernels = load_kernels("reference", CPU, REQUEST)
     assert kernels.decode_mla is None and kernels.scheduled_scores is None
-    assert "attention by reference (--backend reference has kernels of its own only)" in caplog.text
+    assert (
+        "attention by reference's own (--backend reference has kernels of its own only)"
+        in caplog.text
+    )
     with pytest.raises(KernelUnavailable, match="--attention-kernel flashmla can't be used"):
         load_kernels("reference", CPU, dataclasses.replace(REQUEST, attention="flashmla"))
-    with pytest.raises(KernelUnavailable, match="--gemm-kernel triton contradicts"):
-        load_kernels("reference", CPU, dataclasses.replace(REQUEST, gemm="triton"))
 
 
 def test_an_unknown_kernel_is_an_error_that_lists_the_known() -> None:

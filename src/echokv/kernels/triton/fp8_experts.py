@@ -51,10 +51,8 @@ def expert_tiles(pairs: int, experts: int) -> tuple[Tiles, Tiles]:
     if pairs > 64 * experts:
         return MANY_ROWS_GATED, MANY_ROWS
     rows = 16 if pairs <= 16 * experts else 64
-    return (
-        Tiles(rows=rows, columns=64, stages=4),
-        Tiles(rows=rows, columns=64, stages=6),
-    )
+    tiles = Tiles(rows=rows, columns=64, swapped=True, quantised=rows > 16)
+    return tiles, tiles
 
 
 def group_by_expert(experts: Tensor, num_experts: int, rows: int) -> Groups:

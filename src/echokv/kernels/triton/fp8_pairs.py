@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from echokv.kernels.reference.fp8_linear import FP8_BLOCK, FP8_MAX, SMALLEST_AMAX
-from echokv.kernels.triton.fp8_product import in_e4m3
+from echokv.kernels.triton.fp8_product import in_e4m3, silu
 from echokv.kernels.triton.numerics import round_to
 
 _CHUNK = 1024  # pairs looked at together
@@ -107,11 +107,6 @@ def _place_masked(
 
 
 @triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _quantise_pairs(
     x,  # [R, width]; [E * capacity, 2 * width] gate and up where GATED
     places,  # [pairs]
@@ -136,7 +131,7 @@ def _quantise_pairs(
     if GATED:
         row = x + place * 2 * width
         up = tl.load(row + width + column, mask=inside, other=0.0).to(tl.float32)
-        part = _silu(tl.load(row + column, mask=inside, other=0.0).to(tl.float32)) * up
+        part = silu(tl.load(row + column, mask=inside, other=0.0).to(tl.float32)) * up
         part = round_to(part, tl.bfloat16)
     else:
         row = x + (pair // fan_out).to(tl.int64) * width
@@ -160,7 +155,7 @@ def _gate(
     inside = column < width
     at = both + row * 2 * width + column
     up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    part = _silu(tl.load(at, mask=inside, other=0.0).to(tl.float32)) * up
+    part = silu(tl.load(at, mask=inside, other=0.0).to(tl.float32)) * up
     tl.store(out + row * width + column, round_to(part, out.dtype.element_ty), mask=inside)
 
 

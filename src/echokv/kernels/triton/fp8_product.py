@@ -66,17 +66,18 @@ def product(
         fan_out: output rows that one row of x has (row r of the output reads row r // fan_out).
     """
     columns, width = weight.shape[-2] // (2 if gated else 1), weight.shape[-1]
-    rows = x.shape[0] * fan_out
+    rows, splits = x.shape[0] * fan_out, tiles.splits
+    steps = width // FP8_BLOCK // splits
+    assert steps * splits * FP8_BLOCK == width, "splits must divide the blocks of columns"
     blocks = triton.cdiv(rows, tiles.rows) if groups is None else groups.experts.shape[0]
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
     values, x_scales = quantise(x) if tiles.quantised else (x, x)
-    splits = tiles.splits
-    steps = width // FP8_BLOCK // splits
-    assert steps * splits * FP8_BLOCK == width, "splits must divide the blocks of columns"
-    target = out if splits == 1 else out.new_empty(splits, rows, columns, dtype=torch.float32)
-    assert splits == 1 or not gated, "silu needs whole sums"
+    target, target_columns, gate_at_once = out, columns, gated
+    if splits > 1:  # silu needs whole sums: gate and up are then two halves of the columns
+        target_columns, gate_at_once = weight.shape[-2], False
+        target = out.new_empty(splits, rows, target_columns, dtype=torch.float32)
     pairs, experts = (out, out) if groups is None else (groups.pairs, groups.experts)
-    _fp8_product[(triton.cdiv(columns, tiles.columns), blocks, splits)](
+    _fp8_product[(triton.cdiv(target_columns, tiles.columns), blocks, splits)](
         values,
         x_scales,
         weight,
@@ -85,7 +86,7 @@ def product(
         pairs,
         experts,
         rows,
-        columns,
+        target_columns,
         width,
         scale.shape[-2],
         x_scales.stride(1),
@@ -97,7 +98,7 @@ def product(
         tiles.columns,
         splits,
         groups is not None,
-        gated,
+        gate_at_once,
         tiles.quantised,
         tiles.swapped,
         FP8_MAX,
@@ -107,7 +108,7 @@ def product(
     )
     if splits > 1:
         grid = (triton.cdiv(rows * columns, _SUM_BLOCK),)
-        _sum_splits[grid](target, out, rows * columns, splits, _SUM_BLOCK)
+        _sum_splits[grid](target, out, rows, columns, splits, gated, _SUM_BLOCK)
     return out
 
 
@@ -133,6 +134,12 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 _SUM_BLOCK = 1024
 _QUANTISE_ROWS = 16
+
+
+@triton.jit
+def silu(x):
+    """x * sigmoid(x)."""
+    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -267,7 +274,7 @@ def _fp8_product(
             else:
                 up += _dot(x_part, tl.trans(w_part)) * factor[:, None]
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
+        acc = silu(acc) * up
     if SWAPPED:
         acc = tl.trans(acc)
     out_row = row.to(tl.int64)
@@ -279,17 +286,34 @@ def _fp8_product(
 
 @triton.jit
 def _sum_splits(
-    parts,  # [SPLITS, size] fp32
-    out,  # [size]
-    size,
+    parts,  # [SPLITS, rows, columns] fp32; [.., 2 * columns], gate first, where GATED
+    out,  # [rows, columns]
+    rows,
+    columns,
     SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Program (block of the output): add the splits in order, then gate."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.full((), 0, tl.int64) + rows  # which Triton makes a constant where it is 1
+    size *= columns
+    inside = index < size
+    width = columns
+    if GATED:
+        width = 2 * columns
+        size *= 2
+    at = parts + index // columns * width + index % columns
     total = tl.zeros((BLOCK,), tl.float32)
+    up = total
     for split in tl.static_range(SPLITS):
-        total += tl.load(parts + split * size.to(tl.int64) + index, mask=index < size, other=0.0)
-    tl.store(out + index, round_to(total, out.dtype.element_ty), mask=index < size)
+        start = at + split * size
+        total += tl.load(start, mask=inside, other=0.0)
+        if GATED:
+            up += tl.load(start + columns, mask=inside, other=0.0)
+    if GATED:
+        total = silu(total) * up
+    tl.store(out + index, round_to(total, out.dtype.element_ty), mask=inside)
 
 
 _FIXED = {"BLOCK": FP8_BLOCK, "FP8_LIMIT": FP8_MAX, "SMALLEST": SMALLEST_AMAX}
@@ -322,12 +346,15 @@ def _signature(tiles: Tiles, *, grouped: bool = False, gated: bool = False) -> t
 
 
 COMPILE_SIGNATURES = (
-    _signature(Tiles(rows=16, columns=16, stages=6)),
-    _signature(Tiles(rows=16, columns=64, splits=7, stages=6)),
-    _signature(Tiles(rows=64, columns=64, stages=6)),
-    _signature(Tiles(rows=64, columns=64, stages=4), grouped=True, gated=True),
-    _signature(Tiles(rows=16, columns=64, stages=6), grouped=True),
-    _signature(Tiles(rows=16, columns=64, swapped=True)),
+    _signature(Tiles(rows=16, columns=64, swapped=True, splits=8)),
+    _signature(Tiles(rows=32, columns=64, swapped=True, quantised=True)),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True, splits=4)),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True), gated=True),
+    _signature(Tiles(rows=16, columns=64, swapped=True), gated=True),
+    _signature(Tiles(rows=16, columns=64, swapped=True), grouped=True, gated=True),
+    _signature(Tiles(rows=16, columns=64, swapped=True), grouped=True),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True), grouped=True, gated=True),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True), grouped=True),
     _signature(MANY_ROWS, grouped=True),
     _signature(MANY_ROWS_GATED, grouped=True, gated=True),
     (
@@ -343,8 +370,19 @@ COMPILE_SIGNATURES = (
             "ROWS": _QUANTISE_ROWS,
         },
     ),
-    (
-        _sum_splits,
-        {"parts": "*fp32", "out": "*bf16", "size": "i32", "SPLITS": 7, "BLOCK": _SUM_BLOCK},
+    *(
+        (
+            _sum_splits,
+            {
+                "parts": "*fp32",
+                "out": "*bf16",
+                "rows": "i32",
+                "columns": "i32:16",
+                "SPLITS": 8,
+                "GATED": gated,
+                "BLOCK": _SUM_BLOCK,
+            },
+        )
+        for gated in (False, True)
     ),
 )
