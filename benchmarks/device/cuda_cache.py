@@ -6,7 +6,8 @@
 - `make_resident` (CUDA C++, one launch) beside the Triton ops that it stands for and beside a bare
   gather of as many rows, by batch, share of missing rows and row size. The oracle is the reference
   manager, given the same state before each step.
-- `choose_victims`, which runs once a step for all layers, off the path that is timed above.
+- What all of it adds to a decode step, a layer, with victims chosen beside the model.
+- `choose_victims`: a layer, and all layers at once, as after a release.
 
 Times are medians of CUDA graph replays with the L2 cache overwritten before each, a layer's share
 of a graph of several layers, each with tables and rows of its own.
@@ -20,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,18 +35,19 @@ from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 from kernels import DISTRIBUTIONS  # benchmarks/device/kernels.py
 
-MISSING = (0.0, 0.01, 0.03, 0.10, 0.50)
+MISSING = (0.0, 0.03, 0.10)
 RECALLS = (0, 64, 512, 2665, 16384)
 TOPK_SHAPES = (
+    (13, 98_304),
+    (1, 1_000_064),
     (1, 98_304),
     (13, 32_768),
-    (13, 98_304),
-    (64, 32_768),
     (64, 98_304),
-    (1, 1_000_064),
     (1024, 8192),
 )
 K = 2048
+PAPERS_MISSES = 37 / (13 * K)
+"""Of 13 requests, the share that is 37 rows a layer: the paper's 0.9986, averaged over layers."""
 
 
 class CudaBench(common.Bench):
@@ -67,9 +68,10 @@ class CudaBench(common.Bench):
 def check_topk(bench: CudaBench) -> None:
     """Positions and k-th scores against a stable sort."""
     for name, make in DISTRIBUTIONS.items():
-        for width in (64, 4096, 98_304, 1_000_064):
+        for width in (64, 8192, 98_304, 1_000_064):
             lens = sorted({n for n in (0, 1, K - 1, K, K + 1, width - 1, width) if n <= width})
-            scores = torch.stack([make(width) for _ in lens]).to(bench.device)
+            with bench.device:
+                scores = torch.stack([make(width) for _ in lens])
             for row, length in enumerate(lens):
                 scores[row, length:] = torch.nan
             context = torch.tensor(lens, dtype=torch.int32, device=bench.device)
@@ -171,10 +173,7 @@ def topk_times(bench: CudaBench) -> list[dict[str, Any]]:
         cold = {
             name: (lambda op=op, many=scores: [op(s) for s in many]) for name, op in ops.items()
         }
-        warm = {
-            f"{name} warm": (lambda op=op, one=scores[0]: [op(one) for _ in range(4)])
-            for name, op in ops.items()
-        }
+        warm = {"cuda warm": lambda op=ops["cuda"], one=scores[0]: [op(one) for _ in range(4)]}
         times = time_interleaved(bench, cold | warm, lambda: None)
         for name, taken in times.items():
             each = {key: value / 4 for key, value in taken.items()}
@@ -209,14 +208,6 @@ def gather_times(bench: CudaBench, row_bytes: int, host: HostPool, counts: list[
         taken = bench.time(run, prepare)
         results[rows] = {name: value / sizes.layers for name, value in taken.items()}
     return results
-
-
-def with_lanes(bench: CudaBench, lanes: int) -> Any:
-    """The CUDA kernels with another number of entries a warp."""
-    tuned = SimpleNamespace(**{name: getattr(fused, name) for name in
-                               ("victim_workspace", "choose_victims", "append_rows")})  # fmt: skip
-    tuned.make_resident = partial(fused.make_resident, lanes=lanes)
-    return SimpleNamespace(**(vars(bench.cuda) | {"fused": tuned}))
 
 
 def resident_times(
@@ -264,33 +255,29 @@ def resident_times(
 
 
 def all_resident_times(bench: CudaBench, row_bytes: int, host: HostPool) -> list[dict[str, Any]]:
-    """Fused, Triton and bare gather, in one table."""
-    sizes = bench.sizes
-    cases = [(batch, share) for batch in sizes.batches for share in MISSING]
+    """The fused op beside a bare gather of as many rows; in part beside Triton's ops too."""
+    entries = 13 * bench.sizes.topk  # of the cases that recall as many rows as the gather's table
+    cases = [(batch, share) for batch in bench.sizes.batches for share in MISSING]
+    cases += [(13, PAPERS_MISSES), *((13, rows / entries) for rows in RECALLS[1:])]
     ours = resident_times(bench, bench.cuda, host, row_bytes, cases)
-    theirs = resident_times(bench, bench.kernels, host, row_bytes, cases)
     counts = sorted({row["recalled_rows"] for row in ours} | set(RECALLS))
     bare = gather_times(bench, row_bytes, host, counts)
-    print(f"gather of {row_bytes} B rows:", {n: round(t["median"], 1) for n, t in bare.items()})
+    few = [case for case in cases[:-5] if case[1] <= 0.03]
+    theirs = resident_times(bench, bench.kernels, host, row_bytes, few) if row_bytes == 656 else []
+    triton = {(row["batch"], row["missing"]): row for row in theirs}
     results = []
-    for mine, other in zip(ours, theirs, strict=True):
-        gather = bare[mine["recalled_rows"]]
-        rows = [("cuda", mine), ("triton", other), ("gather", gather)]
-        what = f"batch {mine['batch']}, {mine['missing']:.0%} missing, {mine['recalled_rows']} rows"
-        line = ", ".join(f"{name} {row['median']:.1f}" for name, row in rows)
+    for mine in ours:
+        gather, other = bare[mine["recalled_rows"]], triton.get((mine["batch"], mine["missing"]))
+        rows = {"cuda": mine, "gather": gather} | ({"triton": other} if other else {})
+        what = f"batch {mine['batch']}, {mine['missing']:.2%} missing, {mine['recalled_rows']} rows"
+        line = ", ".join(f"{name} {row['median']:.1f}" for name, row in rows.items())
         print(f"make_resident {row_bytes} B, {what}: {line} us", flush=True)
-        for name, row in rows:
+        for name, row in rows.items():
             results.append(mine | {"row_bytes": row_bytes, "variant": name} | row)
     for rows, taken in bare.items():
         speed = {"GB_per_s": rows * row_bytes / taken["median"] / 1e3}
         results.append({"row_bytes": row_bytes, "variant": "gather", "recalled_rows": rows}
                        | speed | taken)  # fmt: skip
-    # As many rows missing as the bare gather's table has, of 13 selections.
-    entries = 13 * sizes.topk
-    exact = [(13, rows / entries) for rows in RECALLS[1:]]
-    for row in resident_times(bench, bench.cuda, host, row_bytes, exact):
-        print(f"make_resident {row_bytes} B, {row['recalled_rows']} rows: {row['median']:.1f} us")
-        results.append({"row_bytes": row_bytes, "variant": "cuda"} | row)
     return results
 
 
@@ -321,21 +308,17 @@ def append_times(bench: CudaBench, host: HostPool) -> list[dict[str, Any]]:
     return results
 
 
-def lanes_times(bench: CudaBench, host: HostPool) -> list[dict[str, Any]]:
-    """How many entries a warp should have."""
-    results = []
-    for lanes in (4, 8, 16, 32):
-        cases = [(1, 0.0), (1, 0.03), (13, 0.0), (13, 0.03), (64, 0.03)]
-        rows = resident_times(bench, with_lanes(bench, lanes), host, 656, cases)
-        results += [{"lanes": lanes} | row for row in rows]
-        print(f"{lanes} lanes:", [round(row["median"], 1) for row in rows], flush=True)
-    return results
-
-
 def victim_times(bench: CudaBench) -> list[dict[str, Any]]:
-    """choose_victims over 61 layers, once a step."""
-    device, layers, slots = bench.device, 61, bench.sizes.device_slots
-    ages, counters = fused.victim_workspace(layers, device)
+    """choose_victims: a layer, as beside a model, and all of them at once, as after a release."""
+    device, slots = bench.device, bench.sizes.device_slots
+    return [row for layers in (1, 61) for row in victims_of(bench, layers, slots, device)]
+
+
+def victims_of(
+    bench: CudaBench, layers: int, slots: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """choose_victims over some layers at once."""
+    counters = fused.victim_workspace(layers, device)
     clock = 2000
     steps = torch.empty((layers, slots), device=device).exponential_(1 / 250).clamp(max=1900)
     priority = ((clock - 1 - steps.to(torch.int32)) << 3) + torch.randint(
@@ -344,13 +327,107 @@ def victim_times(bench: CudaBench) -> list[dict[str, Any]]:
     ready = torch.empty((layers, slots), dtype=torch.int32, device=device)
     floor = torch.tensor([clock << 3], dtype=torch.int32, device=device)
     results = []
-    for num_ready in (2048, 26_624, 131_072, slots):
+    for num_ready in (26_624, slots):
         taken = bench.time(
-            lambda n=num_ready: fused.choose_victims(floor, priority, ready, counters, ages, n),
+            lambda n=num_ready: fused.choose_victims(floor, priority, ready, counters, n),
             lambda: None,
         )
         results.append({"layers": layers, "slots": slots, "num_ready": num_ready} | taken)
-        print(f"choose_victims, 61 layers, {num_ready} ready: {taken['median']:.1f} us", flush=True)
+        print(
+            f"choose_victims, {layers} layers, {num_ready} ready: {taken['median']:.1f} us",
+            flush=True,
+        )
+    return results
+
+
+class DecodeStep:
+    """The cache's part of a decode step over a few layers, beside work like a model's.
+
+    Three managers go through the same steps: with victims listed beside each layer, with victims
+    listed at the start, and on Triton's ops.
+    """
+
+    def __init__(self, bench: CudaBench, host: HostPool, batch: int, missing: float) -> None:
+        sizes, device = bench.sizes, bench.device
+        self.missing, self.layers, self.host = missing, range(sizes.layers), host
+        self.generator = torch.Generator(device=device).manual_seed(5)
+        self.managers = {
+            name: CacheManager(
+                kernels, host, DevicePool(sizes.layers, sizes.device_slots, 656, device)
+            )
+            for name, kernels in (
+                ("beside", bench.cuda),
+                ("at the start", bench.cuda),
+                ("triton", bench.kernels),
+            )
+        }
+        self.rows = torch.zeros((batch, 656), dtype=torch.uint8, device=device)
+        self.scores = torch.randn((batch, sizes.topk), device=device, generator=self.generator)
+        self.new = common.random_slots(host.num_slots, batch, self.generator)
+        self.wanted = [
+            HostSlots(torch.zeros((batch, sizes.topk), dtype=torch.int32, device=device))
+            for _ in self.layers
+        ]
+        self.left = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+        self.right = torch.randn(4096, 1024, device=device, dtype=torch.bfloat16)
+        self._select(1.0, first=True)
+
+    def prepare(self) -> None:
+        """Another selection, of which a share is absent, found alike by all three."""
+        self.run("beside")  # what was selected last is resident now
+        self._select(self.missing)
+        truth = self.managers["beside"].state
+        for name, manager in self.managers.items():
+            if name != "beside":
+                for field, value in vars(truth).items():
+                    getattr(manager.state, field).copy_(value)
+
+    def run(self, name: str | None) -> None:
+        """One step; with no manager, the work alone."""
+        manager = self.managers[name] if name else None
+        if manager is not None:
+            manager.begin_step()
+        for layer in self.layers:
+            if manager is not None:
+                manager.append(layer, self.new, self.rows, keep=self.new.shape[0])
+                manager.make_resident(layer, self.wanted[layer], self.scores)
+                if name == "beside":
+                    manager.end_layer(layer)
+            torch.mm(self.left, self.right)
+        if manager is not None:
+            manager.end_step()
+
+    def _select(self, missing: float, *, first: bool = False) -> None:
+        self.new.copy_(common.random_slots(self.host.num_slots, self.new.shape[0], self.generator))
+        for layer, slots in enumerate(self.wanted):
+            slots.copy_(
+                common.next_selection(
+                    self.managers["beside"], *slots.shape, missing, self.generator, layer=layer,
+                    previous=None if first else slots,
+                )
+            )  # fmt: skip
+
+
+def step_times(bench: CudaBench, host: HostPool) -> list[dict[str, Any]]:
+    """What cache management adds to a decode step, a layer: append, make_resident, victims.
+
+    Each layer also multiplies matrices for some 50 us; the same step without a cache is taken off.
+    """
+    results = []
+    for batch, missing in ((13, PAPERS_MISSES), (13, 0.0), (1, 0.0), (13, 0.03)):
+        case = DecodeStep(bench, host, batch, missing)
+        runs = {name: partial(case.run, name) for name in (None, *case.managers)}
+        taken = time_interleaved(bench, runs, case.prepare)
+        work = taken.pop(None)["median"] / len(case.layers)
+        recalled = round(missing * batch * bench.sizes.topk)
+        for name, one in taken.items():
+            each = {key: value / len(case.layers) - work for key, value in one.items()}
+            results.append(
+                {"batch": batch, "missing": missing, "recalled_rows": recalled, "victims": name,
+                 "work_us": work} | each
+            )  # fmt: skip
+            print(f"step, batch {batch}, {recalled} rows missing, victims {name}:"
+                  f" {each['median']:.1f} us a layer beside {work:.1f}", flush=True)  # fmt: skip
     return results
 
 
@@ -365,7 +442,7 @@ def main() -> int:
     options = parser.parse_args()
     device, start = torch.device("cuda"), time.perf_counter()
     torch.manual_seed(7)
-    bench = CudaBench(replace(common.REAL, repeats=options.repeats, check_steps=6), device)
+    bench = CudaBench(replace(common.REAL, repeats=options.repeats, check_steps=3), device)
     report: dict[str, Any] = {
         "environment": environment() | {"commit": options.commit},
         "sizes": asdict(bench.sizes),
@@ -373,7 +450,6 @@ def main() -> int:
     stages: dict[str, Callable[[], Any]] = {
         "check topk": lambda: check_topk(bench),
         "topk_us": lambda: topk_times(bench),
-        "choose_victims_us": lambda: victim_times(bench),
     }
     for row_bytes in bench.sizes.row_bytes:
         host = HostPool(bench.sizes.layers, bench.sizes.host_slots // 64 * 64, row_bytes, device)
@@ -383,8 +459,9 @@ def main() -> int:
             f"make_resident_us {row_bytes}": partial(all_resident_times, bench, row_bytes, host),
         }
         if row_bytes == 656:
-            stages["lanes_us"] = partial(lanes_times, bench, host)
+            stages["step_us"] = partial(step_times, bench, host)
             stages["append_us"] = partial(append_times, bench, host)
+            stages["choose_victims_us"] = partial(victim_times, bench)
         for name, stage in stages.items():
             if any(not check["ok"] for check in bench.checks):
                 break

@@ -186,6 +186,9 @@ DISTRIBUTIONS: dict[str, Callable[[int], Tensor]] = {
     "same lower 24 bits": lambda n: bits((torch.randint(0, 127, (n,)) << 24) | 0x123456),
     "ascending": lambda n: torch.arange(n).float(),
     "descending": lambda n: -torch.arange(n).float(),
+    "two values": lambda n: torch.randint(0, 2, (n,)).float(),
+    "all zero": torch.zeros,
+    "subnormal": lambda n: bits(torch.randint(0, 4096, (n,))) * torch.sign(torch.randn(n)),
     "infinite": lambda n: torch.where(torch.rand(n) < 0.3, torch.inf, torch.randn(n)),
     "mostly minus infinity": lambda n: torch.where(torch.rand(n) < 0.999, -torch.inf, 1.0),
 }

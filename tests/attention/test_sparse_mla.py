@@ -37,6 +37,12 @@ class Recorder:
         self.calls.append(("step", 0))
         self.cache.begin_step(layer)
 
+    def end_layer(self, layer: int) -> None:
+        self.cache.end_layer(layer)
+
+    def end_step(self) -> None:
+        self.cache.end_step()
+
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
         self.calls.append(("append", keep))
         self.cache.append(layer, host_slots, rows, keep=keep)

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from tests.cache.harness import BACKENDS, Cache, make_cache
+from tests.kernels.cuda_emulator import COMPILER
 
 HAS_CUDA = torch.cuda.is_available()
 HAS_HOPPER = HAS_CUDA and torch.cuda.get_device_capability()[0] == 9
 _MARKS = {
     "triton-interpreter": pytest.mark.skipif(HAS_CUDA, reason="runs as triton-cuda here"),
+    "cuda-emulated": pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     "triton-cuda": pytest.mark.gpu,
     "cuda-cuda": [
         pytest.mark.gpu,

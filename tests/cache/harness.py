@@ -3,14 +3,15 @@
 from dataclasses import dataclass, field
 
 import torch
+from tests.kernels.cuda_emulator import emulated_kernels
 from torch import Tensor
 
 from echokv.cache.manager import CacheManager
-from echokv.kernels.registry import load_kernels
+from echokv.kernels.registry import Kernels, load_kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 
-BACKENDS = ("reference-cpu", "triton-interpreter", "triton-cuda", "cuda-cuda")
+BACKENDS = ("reference-cpu", "triton-interpreter", "cuda-emulated", "triton-cuda", "cuda-cuda")
 POISON = 0xFF
 """As a byte of any row format it makes NaNs: float32, bfloat16 and e4m3 alike."""
 
@@ -84,6 +85,13 @@ class Cache:
         self.host_pool.close()
 
 
+def kernels_of(backend: str) -> tuple[Kernels, torch.device]:
+    """The kernels that one of BACKENDS names, and where their tensors live."""
+    name, _, place = backend.partition("-")
+    device = torch.device("cuda" if place == "cuda" else "cpu")
+    return emulated_kernels() if place == "emulated" else load_kernels(name, device), device
+
+
 def make_cache(
     backend: str,
     *,
@@ -93,11 +101,10 @@ def make_cache(
     row_bytes: int = 40,
 ) -> Cache:
     """An empty cache; both pools are full of poison."""
-    name, _, place = backend.partition("-")
-    device = torch.device("cuda" if place == "cuda" else "cpu")
+    kernels, device = kernels_of(backend)
     host_pool = HostPool(layers, host_slots, row_bytes, device)
     device_pool = DevicePool(layers, device_slots, row_bytes, device)
     host_pool.rows.fill_(POISON)
     device_pool.rows.fill_(POISON)
-    manager = CacheManager(load_kernels(name, device), host_pool, device_pool)
+    manager = CacheManager(kernels, host_pool, device_pool)
     return Cache(manager, host_pool, device_pool, device)

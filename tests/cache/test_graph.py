@@ -8,9 +8,14 @@ from tests.cache.harness import make_cache
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["triton-cuda", "cuda-cuda"])
-def test_a_captured_step_serves_whatever_comes(name: str) -> None:
-    """Captured with hostile inputs (nothing but -1), replayed with evictions in every step."""
+@pytest.mark.parametrize(
+    "name, ends_layers", [("triton-cuda", True), ("cuda-cuda", True), ("cuda-cuda", False)]
+)
+def test_a_captured_step_serves_whatever_comes(name: str, ends_layers: bool) -> None:
+    """Captured with hostile inputs (nothing but -1), replayed with evictions in every step.
+
+    Rows are released between replays, and an uncaptured step comes in between.
+    """
     if name == "cuda-cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     cache = make_cache(name, layers=3, device_slots=40, host_slots=256, row_bytes=656)
@@ -27,6 +32,9 @@ def test_a_captured_step_serves_whatever_comes(name: str) -> None:
         for layer in range(3):
             manager.append(layer, new, rows, keep=4)
             found.append(manager.make_resident(layer, wanted, scores))
+            if ends_layers:
+                manager.end_layer(layer)
+        manager.end_step()
         return found
 
     side = torch.cuda.Stream()
@@ -40,7 +48,8 @@ def test_a_captured_step_serves_whatever_comes(name: str) -> None:
     for position in range(200, 240, 4):
         fresh = list(range(position, position + 4))
         written = torch.randint(0, 255, (4, 656), dtype=torch.uint8)
-        asked = [[*rng.sample(range(position), 6), fresh[row], -1] for row in range(4)]
+        written_before = [slot for layer, slot in cache.truth if layer == 0]
+        asked = [[*rng.sample(written_before, 6), fresh[row], -1] for row in range(4)]
         new.copy_(cache.slots(fresh))
         rows.copy_(written)
         wanted.copy_(cache.slots(asked))
@@ -58,5 +67,11 @@ def test_a_captured_step_serves_whatever_comes(name: str) -> None:
                 if slot >= 0:
                     assert bytes(rows_now[place].tolist()) == cache.truth[layer, slot]
         manager.check(cache.live())
+        if position % 3 == 0:
+            gone = rng.sample(range(100), 20)
+            cache.release([slot for slot in gone if (0, slot) in cache.truth])
+        if position % 5 == 0:
+            step()
+            torch.cuda.synchronize()
     assert manager.counters()[2].evicted > 0
     cache.close()

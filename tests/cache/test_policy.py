@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from tests.cache.harness import kernels_of
 
 from echokv.cache.policy import RecencyThenScore
-from echokv.kernels.registry import load_kernels
 from echokv.memory.slots import HostSlots
 
 Ask = Callable[[int, list[list[float]], list[list[int]]], list[list[int]]]
@@ -17,9 +17,8 @@ Ask = Callable[[int, list[list[float]], list[list[int]]], list[list[int]]]
 @pytest.fixture
 def priorities(backend_name: str) -> Ask:
     """Asks the policy, from lists to lists."""
-    name, _, place = backend_name.partition("-")
-    device = torch.device("cuda" if place == "cuda" else "cpu")
-    policy = RecencyThenScore(load_kernels(name, device))
+    kernels, device = kernels_of(backend_name)
+    policy = RecencyThenScore(kernels)
 
     def ask(clock: int, scores: list[list[float]], slots: list[list[int]]) -> list[list[int]]:
         result = policy.priorities(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.e2e.harness import SelectionLog, host_pool_gib, make_engine, python_sources, tokens_of
 
 from echokv.engine.sampling_params import SamplingParams
@@ -16,11 +17,21 @@ TOPK = 64
 MAX_LEN = 2048
 COMMON: dict[str, Any] = {
     "device": "cuda",
-    "backend": "triton",
     "max_model_len": MAX_LEN,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
 }
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every backend that runs on this GPU."""
+    name = str(request.param)
+    if name == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return name
 
 
 def run(model: Path, **overrides: Any) -> tuple[list[list[int]], SelectionLog]:
@@ -35,10 +46,9 @@ def run(model: Path, **overrides: Any) -> tuple[list[list[int]], SelectionLog]:
     return [tokens_of(one) for one in outputs], log
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "fp8_ds_mla"])
-def test_offloaded_equals_resident(demo_model: Path, kv_cache_dtype: str) -> None:
-    overrides: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+def test_offloaded_equals_resident(demo_model: Path, backend: str, kv_cache_dtype: str) -> None:
+    overrides: dict[str, Any] = {"backend": backend, "kv_cache_dtype": kv_cache_dtype}
     if kv_cache_dtype == "float32":
         overrides["dtype"] = "float32"
     tokens, log = run(demo_model, offload=False, device_pool_tokens=16 * 1024, **overrides)
@@ -55,15 +65,15 @@ def test_offloaded_equals_resident(demo_model: Path, kv_cache_dtype: str) -> Non
         assert other.selections == log.selections
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_ds_mla"])
 def test_captured_decode_is_lossless_through_sharing_aborts_and_reuse(
-    demo_model: Path, kv_cache_dtype: str
+    demo_model: Path, backend: str, kv_cache_dtype: str
 ) -> None:
     def run_graphs(**overrides: Any) -> list[list[int]]:
         engine, _ = make_engine(
             demo_model,
             observe=False,
+            backend=backend,
             kv_cache_dtype=kv_cache_dtype,
             check_cache=True,
             **COMMON,
@@ -93,14 +103,14 @@ def test_captured_decode_is_lossless_through_sharing_aborts_and_reuse(
         assert offloaded == expected
 
 
-@pytest.mark.gpu
-def test_captured_decode_gives_the_tokens_of_eager_decode(demo_model: Path) -> None:
+def test_captured_decode_gives_the_tokens_of_eager_decode(demo_model: Path, backend: str) -> None:
     """Batch sizes that are graph sizes: then both have the same shapes."""
 
     def run_one(*, enforce_eager: bool) -> list[list[int]]:
         engine, _ = make_engine(
             demo_model,
             observe=False,
+            backend=backend,
             enforce_eager=enforce_eager,
             host_pool_gib=host_pool_gib(demo_model, 128, "bfloat16"),
             device_pool_tokens=1000,

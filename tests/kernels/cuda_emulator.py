@@ -5,9 +5,13 @@ the order in which threads run.
 """
 
 import ctypes
+import functools
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +19,30 @@ from torch import Tensor
 from echokv.kernels.cuda import recall, topk
 from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import pointer
+from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.registry import load_kernels
 
 HERE = Path(__file__).parent
-TOPK_THREADS = 128
+TOPK_THREADS = 256
+TOPK_HELD = 1
 RECALL_THREADS = 64
+SHARED_BYTES = 4 * (2 * RECALL_THREADS // 32 + 8)
+"""sizeof(RecallShared)."""
+
 COMPILER = shutil.which("g++")
+
+
+@functools.cache
+def emulator() -> "Emulator":
+    """The emulator of this process, compiled on first use."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Emulator(Path(folder))
+
+
+def emulated_kernels() -> Any:
+    """`Kernels` on the CPU: the emulated fused recall, and the reference for all else."""
+    reference = load_kernels("reference", torch.device("cpu"))
+    return SimpleNamespace(**(vars(reference) | {"name": "cuda", "fused": emulator()}))
 
 
 class Emulator:
@@ -30,17 +53,28 @@ class Emulator:
         subprocess.run(
             [str(COMPILER), "-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas",
              "-DECHOKV_EMULATE", f"-DTOPK_THREADS={TOPK_THREADS}",
+             f"-DTOPK_HELD={TOPK_HELD}",
              f"-DRECALL_THREADS={RECALL_THREADS}", f"-I{FOLDER}", f"-I{HERE}", "-shared", "-fPIC",
              str(HERE / "emulated.cc"), "-o", str(library)],
             check=True,
         )  # fmt: skip
         self._library = ctypes.CDLL(str(library))
         self.seed = 1
+        self.append_each = RECALL_THREADS
+        """Rows that a block of `append_rows` has."""
 
     def topk(
-        self, scores: Tensor, context_lens: Tensor, k: int, *, cluster: int, cached: int
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        k: int,
+        *,
+        cluster: int,
+        cached: int,
+        listed: int = 0,
+        samples: int = 128,
     ) -> tuple[Tensor, Tensor]:
-        """`topk` by clusters of so many blocks, which keep so many scores each."""
+        """`topk` by clusters of so many blocks, which keep and list so many scores each."""
         rows, width = scores.shape
         positions = torch.full((rows, k), -77, dtype=torch.int32)
         kth = torch.full((rows,), torch.nan)
@@ -48,74 +82,76 @@ class Emulator:
         cached = min(cached, chunk)
         arguments = topk.TopkArguments(
             pointer(scores), pointer(context_lens), pointer(positions), pointer(kth),
-            width, k, chunk, cached,
+            width, k, chunk, cached, listed, samples,
         )  # fmt: skip
-        shared = topk.FIXED_SHARED_BYTES + 4 * cached
+        shared = max(
+            topk.FIXED_SHARED_BYTES + 4 * cached,
+            topk.LIST_SHARED_BYTES + 4 * (3 * listed + 2 * -(-chunk // 32)),
+        )
         self._library.run_topk(
             rows * cluster, cluster, shared, self._next(), ctypes.byref(arguments)
         )
         return positions, kth
 
+    def victim_workspace(self, layers: int, device: torch.device) -> Tensor:
+        """`victim_workspace`."""
+        return recall.victim_workspace(layers, device)
+
     def choose_victims(
-        self, floor: Tensor, priority: Tensor, ready: Tensor, cursors: Tensor, ages: Tensor, n: int
+        self,
+        floor: Tensor,
+        priority: Tensor,
+        ready: Tensor,
+        cursors: Tensor,
+        num_ready: int,
+        *,
+        steps_ahead: int = 0,
     ) -> None:
         """`choose_victims`."""
         layers, slots = priority.shape
         arguments = recall.VictimArguments(
-            pointer(floor), pointer(priority), pointer(ready), pointer(cursors), pointer(ages),
-            slots, n,
+            pointer(floor), pointer(priority), pointer(ready), pointer(cursors), slots, num_ready,
+            steps_ahead << 3, 0,
         )  # fmt: skip
-        blocks = -(-slots // (RECALL_THREADS * 16))
-        for which, wide in ((0, blocks), (1, 1), (2, blocks)):
-            self._library.run_victims(
-                which, wide, layers, 4 * recall.AGES, self._next(), ctypes.byref(arguments)
-            )
+        self._library.run_choose_victims(
+            layers * 2, 2, SHARED_BYTES + 4 * recall.AGES, self._next(), ctypes.byref(arguments)
+        )
 
     def make_resident(
         self,
         host_slots: Tensor,
         scores: Tensor,
-        floor: Tensor,
-        device_free: Tensor,
-        priority: Tensor,
-        device_to_host: Tensor,
-        host_to_device: Tensor,
-        ready: Tensor,
-        cursor: Tensor,
-        barrier: Tensor,
-        totals: Tensor,
-        host_rows: Tensor,
-        device_rows: Tensor,
+        layer: FusedLayer,
         device_slots: Tensor,
         *,
-        num_ready: int,
         lanes: int | None = None,
         most_blocks: int = 4,
     ) -> None:
         """`make_resident` by at most so many blocks."""
+        layer.check()
         rows, k = host_slots.shape
         plan = recall.ResidentPlan(rows, k, lanes or 4, most_blocks, RECALL_THREADS // 32)
-        layer = recall.layer_of(
-            floor, device_free, priority, device_to_host, host_to_device, ready, cursor, barrier,
-            totals, host_rows, device_rows, num_ready,
-        )  # fmt: skip
+        depth = recall.depth_of(2, layer, RECALL_THREADS // 32)
         arguments = recall.ResidentArguments(
-            layer, pointer(host_slots), pointer(scores), pointer(device_slots), k, plan.tiles,
-            plan.tiles_per_row, plan.lanes, recall.moves_16_bytes(host_rows, device_rows), 0,
+            recall.layer_of(layer), pointer(host_slots), pointer(scores), pointer(device_slots), k,
+            plan.tiles, plan.tiles_per_row, plan.lanes, depth, 0,
         )  # fmt: skip
-        self._library.run_make_resident(plan.blocks, 512, self._next(), ctypes.byref(arguments))
+        shared = SHARED_BYTES + depth * layer.host_rows.shape[1] * RECALL_THREADS // 32
+        self._library.run_make_resident(plan.blocks, shared, self._next(), ctypes.byref(arguments))
 
-    def append_rows(
-        self, host_slots: Tensor, rows: Tensor, *layer_tensors: Tensor, num_ready: int
-    ) -> None:
+    def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
         """`append_rows`."""
-        layer = recall.layer_of(*layer_tensors, num_ready)
-        whole_words = recall.moves_16_bytes(rows, *layer_tensors[-2:])
+        layer.check()
+        count, row_bytes = rows.shape
+        whole_words = recall.moves_16_bytes(rows, layer.host_rows, layer.device_rows)
+        each = self.append_each
         arguments = recall.AppendArguments(
-            layer, pointer(host_slots), pointer(rows), host_slots.shape[0], whole_words
+            recall.layer_of(layer), pointer(host_slots), pointer(rows), count, each, whole_words, 0
         )
-        blocks = -(-host_slots.shape[0] // (RECALL_THREADS // 32))
-        self._library.run_append_rows(blocks, 512, self._next(), ctypes.byref(arguments))
+        shared = SHARED_BYTES + 4 * RECALL_THREADS + each * row_bytes
+        self._library.run_append_rows(
+            -(-count // each), shared, self._next(), ctypes.byref(arguments)
+        )
 
     def recall(
         self,

@@ -7,6 +7,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -25,6 +26,8 @@ struct alignas(16) Words {
 
 namespace emulated {
 constexpr size_t STACK = 64 << 10;
+constexpr size_t GUARD = 4096;  // bytes past shared memory that nobody may write
+constexpr u8 POISON = 0xdb;
 
 struct Warp {
   u64 slot[2][32];
@@ -116,7 +119,7 @@ inline void launch(u32 blocks, u32 blocks_y, u32 threads, u32 cluster, size_t sh
   mine.fibers.resize(size_t(blocks) * blocks_y * threads);
   grid = &mine;
   for (Block& one : mine.block) {
-    one.shared.resize(shared + 16, 0xdb);  // poison
+    one.shared.resize(shared + 16 + GUARD, POISON);
     one.warps.resize(threads / 32);
     one.running = threads;
   }
@@ -149,6 +152,13 @@ inline void launch(u32 blocks, u32 blocks_y, u32 threads, u32 cluster, size_t sh
     }
   }
   grid = nullptr;
+  for (const Block& one : mine.block) {
+    const u8* end = one.shared.data() + one.shared.size();
+    if (std::any_of(end - GUARD, end, [](u8 byte) { return byte != POISON; })) {
+      std::fprintf(stderr, "a block wrote past its %zu bytes of shared memory\n", shared);
+      std::abort();
+    }
+  }
 }
 }  // namespace emulated
 
@@ -162,6 +172,8 @@ DEVICE u32 block_index_y() { return emulated::grid->now->block / emulated::grid-
 DEVICE u32 grid_size() { return emulated::grid->blocks; }
 DEVICE void block_sync() { emulated::block_barrier(false); }
 DEVICE bool block_any(bool flag) { return emulated::block_barrier(flag); }
+
+DEVICE void wait_for_previous() {}
 
 DEVICE u32 cluster_size() { return emulated::grid->cluster; }
 DEVICE u32 cluster_rank() { return block_index() % cluster_size(); }
@@ -220,6 +232,7 @@ DEVICE u32 __reduce_max_sync(u32, u32 value) {
 }
 DEVICE u32 __popc(u32 bits) { return __builtin_popcount(bits); }
 DEVICE u32 __ffs(u32 bits) { return __builtin_ffs(bits); }
+DEVICE u32 __clz(u32 bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 
 template <typename T, typename V>
 DEVICE T atomicAdd(T* to, V value) {
@@ -228,10 +241,22 @@ DEVICE T atomicAdd(T* to, V value) {
   *to = old + T(value);
   return old;
 }
-DEVICE i32 atomicMax(i32* to, i32 value) {
+template <typename T>
+DEVICE T atomicMax(T* to, T value) {
   emulated::maybe_yield();
-  const i32 old = *to;
+  const T old = *to;
   *to = std::max(old, value);
+  return old;
+}
+DEVICE u32 atomicMin(u32* to, u32 value) {
+  const u32 old = *to;
+  *to = std::min(old, value);
+  return old;
+}
+DEVICE u32 atomicOr(u32* to, u32 value) {
+  emulated::maybe_yield();
+  const u32 old = *to;
+  *to = old | value;
   return old;
 }
 DEVICE i32 atomicCAS(i32* to, i32 expected, i32 value) {
@@ -242,16 +267,8 @@ DEVICE i32 atomicCAS(i32* to, i32 expected, i32 value) {
 }
 
 DEVICE i32 load_shared_value(const i32* from) {
-  emulated::maybe_yield();
+  emulated::yield();  // it may be waited on
   return *from;
-}
-DEVICE i32 load_acquire(const i32* from) {
-  emulated::yield();  // waited on
-  return *from;
-}
-DEVICE void store_release(i32* to, i32 value) {
-  *to = value;
-  emulated::maybe_yield();
 }
 DEVICE void store_shared_value(i32* to, i32 value) {
   *to = value;
@@ -267,6 +284,10 @@ DEVICE void store_words(void* to, Words words) {
   if (reinterpret_cast<u64>(to) % 16 != 0) std::abort();
   std::memcpy(to, &words, 16);
 }
+DEVICE void copy_async(void* to_shared, const void* from) {
+  store_words(to_shared, load_words(from));
+}
+DEVICE void async_wait() {}
 DEVICE Words load_row_words(const void* from) { return load_words(from); }
 DEVICE void store_row_words(void* to, Words words) { store_words(to, words); }
 DEVICE u32 float_bits(float value) {

@@ -21,12 +21,9 @@ void run_gather_rows(u32 blocks, u32 seed, const recall::GatherArguments* argume
   emulated::launch(blocks, 1, RECALL_THREADS, 1, 16, seed,
                    [=] { recall::gather_rows(*arguments); });
 }
-void run_victims(u32 which, u32 blocks, u32 layers, u32 shared, u32 seed,
-                 const recall::VictimArguments* a) {
-  emulated::launch(blocks, layers, RECALL_THREADS, 1, shared, seed, [=] {
-    if (which == 0) recall::count_ages(*a);
-    if (which == 1) recall::place_ages(*a);
-    if (which == 2) recall::fill_ready(*a);
-  });
+void run_choose_victims(u32 blocks, u32 cluster, u32 shared, u32 seed,
+                        const recall::VictimArguments* a) {
+  emulated::launch(blocks, 1, RECALL_THREADS, cluster, shared, seed,
+                   [=] { recall::choose_victims(*a); });
 }
 }

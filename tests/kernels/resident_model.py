@@ -13,7 +13,8 @@ import torch
 from tests.kernels.cache_model import LayerModel, LayerTensors
 from torch import Tensor
 
-from echokv.kernels.cuda.recall import AGES, TOTALS
+from echokv.kernels.cuda.recall import AGES
+from echokv.kernels.fused_layer import TOTALS, FusedLayer
 from echokv.kernels.reference.priorities import score_priorities
 
 
@@ -38,24 +39,38 @@ class LayerUnderTest:
         )
         for slot, (owner, _) in model.held.items():
             self.device_rows[slot] = host_rows[owner].to(device)
-        self.ages = torch.zeros((1, 2, AGES), dtype=torch.int32, device=device)
         self.cursor_and_barrier = torch.zeros(2, dtype=torch.int32, device=device)
         self.totals = torch.zeros(TOTALS, dtype=torch.int64, device=device)
 
-    def choose(self, ops: FusedOps, floor: int, num_ready: int) -> list[int]:
-        """Make the ready list and check its order; returns it."""
+    def layer(self, floor: int, num_ready: int) -> FusedLayer:
+        """The argument of the fused ops; totals count from zero."""
+        mappings = ("device_free", "priority", "device_to_host", "host_to_device")
+        return FusedLayer(
+            floor=torch.tensor([floor], dtype=torch.int32, device=self.device),
+            **dict(zip(mappings, self.tensors.mappings(), strict=True)),
+            ready=self.tensors.slot_buffer,
+            cursor=self.cursor_and_barrier[:1],
+            barrier=self.cursor_and_barrier[1:],
+            totals=self.totals.zero_(),
+            host_rows=self.host_rows,
+            device_rows=self.device_rows,
+            num_ready=num_ready,
+        )
+
+    def choose(self, ops: FusedOps, floor: int, num_ready: int, steps_ahead: int = 0) -> list[int]:
+        """Make the ready list for so many steps after `floor`, and check its order; returns it."""
         self.tensors.slot_buffer.fill_(-77)
         ops.choose_victims(
             torch.tensor([floor], dtype=torch.int32, device=self.device),
             self.tensors.priority[None],
             self.tensors.slot_buffer[None],
             self.cursor_and_barrier[:1].fill_(-77),
-            self.ages,
             num_ready,
+            steps_ahead=steps_ahead,
         )
+        floor += steps_ahead << 3
         ready = self.tensors.slot_buffer.tolist()
         assert self.cursor_and_barrier.tolist()[0] == 0
-        assert not self.ages[:, 0].any()
         assert ready[num_ready:] == [-77] * (len(ready) - num_ready)
         levels = self.tensors.priority.tolist()
         # Ages beyond the bins are alike.
@@ -71,22 +86,14 @@ class LayerUnderTest:
         self, ops: FusedOps, wanted: Tensor, scores: Tensor, floor: int, num_ready: int, **plan: Any
     ) -> None:
         """One `make_resident`, then every check."""
-        tensors, model = self.tensors, self.model
+        model = self.model
         found = torch.full_like(wanted, -77)
         before = dict(model.held)
         ops.make_resident(
             wanted.to(self.device),
             scores.to(self.device),
-            torch.tensor([floor], dtype=torch.int32, device=self.device),
-            *tensors.mappings(),
-            tensors.slot_buffer,
-            self.cursor_and_barrier[:1],
-            self.cursor_and_barrier[1:],
-            self.totals.zero_(),
-            self.host_rows,
-            self.device_rows,
+            self.layer(floor, num_ready),
             found := found.to(self.device),
-            num_ready=num_ready,
             **plan,
         )
         slots = wanted.flatten().tolist()
@@ -110,15 +117,7 @@ class LayerUnderTest:
         ops.append_rows(
             torch.tensor(host_slots, dtype=torch.int32, device=self.device),
             rows.to(self.device),
-            torch.tensor([floor], dtype=torch.int32, device=self.device),
-            *self.tensors.mappings(),
-            self.tensors.slot_buffer,
-            self.cursor_and_barrier[:1],
-            self.cursor_and_barrier[1:],
-            self.totals.zero_(),
-            self.host_rows,
-            self.device_rows,
-            num_ready=num_ready,
+            self.layer(floor, num_ready),
         )
         levels = [floor] * len(host_slots)
         missing, _ = model.lookup(host_slots, levels, floor)

@@ -28,7 +28,6 @@ def test_as_many_blocks_are_resident_as_make_resident_waits_for() -> None:
 
 def test_every_source_is_tested() -> None:
     assert {path.stem for path in build.FOLDER.glob("*.cu")} == set(SOURCES)
-    assert {path.name for path in build.FOLDER.glob("*.cuh")} == set(build.HEADERS)
 
 
 def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +71,9 @@ def test_what_does_not_compile_is_an_error_with_the_log(
 def test_topk_covers_every_row_within_shared_memory(rows: int, width: int) -> None:
     cluster = topk.cluster_size(rows, width, 132)
     chunk, cached, shared_bytes = topk.part_of_row(width, cluster)
+    listed, list_bytes = topk.list_of_row(width, chunk, 2048, topk.samples_of(width))
+    assert listed >= min(width, 2048) or chunk > 2**18  # then only the sure way is left
+    assert list_bytes <= 227 * 1024
     assert cluster in (1, 2, 4, 8)
     assert chunk * cluster >= width
     assert chunk % 4 == cached % 4 == 0
@@ -85,3 +87,13 @@ def test_make_resident_covers_every_entry_with_blocks_that_fit(rows: int, k: int
     assert plan.tiles_per_row * plan.lanes * recall.MODULE.threads // 32 >= k
     assert plan.tiles == rows * plan.tiles_per_row
     assert plan.blocks == min(plan.tiles, 132 * recall.BLOCKS_PER_SM)
+
+
+@pytest.mark.parametrize("rows", [1, 13, 64, 65, 512, 8192, 100_000])
+@pytest.mark.parametrize("row_bytes", [656, 1152, 2304, 40])
+def test_append_rows_covers_every_row_with_blocks_that_fit(rows: int, row_bytes: int) -> None:
+    plan = recall.append_plan(rows, row_bytes, 132)
+    assert 1 <= plan.each <= recall.MODULE.threads
+    assert plan.most // plan.each <= 132 * recall.BLOCKS_PER_SM
+    assert plan.shared_bytes <= 227 * 1024 // recall.BLOCKS_PER_SM
+    assert rows > 64 or plan.each >= min(rows, 43)

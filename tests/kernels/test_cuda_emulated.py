@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g+
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("emulator"))
+def emulator() -> Emulator:
+    return cuda_emulator.emulator()
 
 
 def check_topk(emulator: Emulator, scores: torch.Tensor, lens: list[int], k: int, **plan: Any):
@@ -29,28 +29,50 @@ def check_topk(emulator: Emulator, scores: torch.Tensor, lens: list[int], k: int
         assert kth[row].item() != 0 or not torch.signbit(kth[row])
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_topk_equals_sorting(emulator: Emulator, name: str) -> None:
-    """A row on a cluster of four, of which each block keeps part and reads the rest again."""
+@pytest.mark.parametrize(
+    "name, listed",
+    [*((name, listed) for name in DISTRIBUTIONS for listed in (0, 1024)),
+     ("normal", 512), ("normal", 3072), ("all equal", 3072)],
+)  # fmt: skip
+def test_topk_equals_sorting(emulator: Emulator, name: str, listed: int) -> None:
+    """A row on a cluster of two: by digits; by lists too short, long enough, and of everything."""
     k, width = 300, 3001  # rows start at any multiple of four bytes
-    lens = [k - 1, k, k + 1, 3001, 2047, 4000]
+    lens = [k - 1, k, 3001, 2047, 4000]
     scores = torch.stack([DISTRIBUTIONS[name](width) for _ in lens])
     for row, length in enumerate(lens):
         scores[row, length:] = torch.nan if row % 2 else torch.inf
-    check_topk(emulator, scores, lens, k, cluster=4, cached=512)
+    check_topk(emulator, scores, lens, k, cluster=2, cached=512, listed=listed)
 
 
+@pytest.mark.parametrize("listed", [0, 2048])
 @pytest.mark.parametrize("k", [1, 63, 2048, 5000])
-@pytest.mark.parametrize("cluster", [1, 2, 8])
-def test_topk_on_clusters_of_any_size(emulator: Emulator, k: int, cluster: int) -> None:
+@pytest.mark.parametrize("cluster", [1, 8])
+def test_topk_on_clusters_of_any_size(
+    emulator: Emulator, k: int, cluster: int, listed: int
+) -> None:
     lens = [4100, 0, 70, -3]
     scores = torch.randn(len(lens), 4100).round(decimals=1)
-    check_topk(emulator, scores, lens, k, cluster=cluster, cached=4100)
+    check_topk(emulator, scores, lens, k, cluster=cluster, cached=4100, listed=listed)
 
 
+@pytest.mark.parametrize("listed", [0, 128])
 @pytest.mark.parametrize("width", [1, 3, 5, 127])
-def test_topk_of_narrow_rows(emulator: Emulator, width: int) -> None:
-    check_topk(emulator, torch.randn(3, width), [width, 1, 2], 2, cluster=2, cached=64)
+def test_topk_of_narrow_rows(emulator: Emulator, width: int, listed: int) -> None:
+    check_topk(
+        emulator, torch.randn(3, width), [width, 1, 2], 2, cluster=2, cached=64, listed=listed
+    )
+
+
+@pytest.mark.parametrize("listed", [1024, 5000])
+def test_topk_by_a_sample_finds_everything_it_should(emulator: Emulator, listed: int) -> None:
+    """Winners in one place, in the sample's blind spots, and few distinct scores."""
+    width, k = 6000, 64
+    rows = torch.randn(4, width)  # lists, not keys, need most of the shared memory
+    rows[0, 100:164] += 100
+    rows[1, 1::2] = -torch.inf
+    rows[2] = torch.arange(width) % 7
+    rows[3] = torch.linspace(0, 1, width)
+    check_topk(emulator, rows, [width] * 4, k, cluster=8, cached=0, listed=listed)
 
 
 def layer(rng: random.Random, device_slots: int, host_slots: int, share: float, floor: int):
@@ -77,6 +99,27 @@ def test_choose_victims_lists_the_oldest_first(emulator: Emulator, slots: int, f
 def test_choose_victims_leaves_out_what_is_protected(emulator: Emulator) -> None:
     held = {0: (0, 80), 1: (1, 79), 2: (2, 85), 3: (3, 7)}
     assert LayerUnderTest(LayerModel(6, 9, held), CPU).choose(emulator, 80, 6)[2:] == [3, 1]
+
+
+def test_victims_of_the_next_step_may_be_protected_in_this_one(emulator: Emulator) -> None:
+    held = {0: (0, 80), 1: (1, 79), 2: (2, 85), 3: (3, 7)}
+    under_test = LayerUnderTest(LayerModel(4, 9, held), CPU)
+    assert under_test.choose(emulator, 80, 4, steps_ahead=1) == [3, 1, 0, 2]
+
+
+def test_a_list_made_ahead_serves_the_next_step(emulator: Emulator) -> None:
+    """What the step before protected may go, what this one has written meanwhile may not."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer(rng, 40, 90, rng.choice([0.7, 1.0]), 800), CPU)
+        under_test.choose(emulator, 800, 40)
+        under_test.append(emulator, rng.sample(range(90), 30), 800, 40)
+        under_test.choose(emulator, 800, 40, steps_ahead=1)
+        new = rng.sample(range(90), 8)
+        under_test.append(emulator, new, 808, 40)
+        wanted = torch.tensor([rng.sample(range(90), 32), [*new, *rng.sample(range(90), 24)]])
+        wanted[1, 8:] = wanted[0, 8:]
+        under_test.fetch(emulator, wanted.to(torch.int32), torch.rand(2, 32), 808, 40)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -139,22 +182,23 @@ def test_make_resident_without_enough_room(emulator: Emulator) -> None:
     under_test.choose(emulator, 80, 20)
     wanted = torch.arange(40, dtype=torch.int32).repeat(2, 1)
     found = torch.full_like(wanted, -77)
-    tensors = under_test.tensors
-    emulator.make_resident(
-        wanted, torch.rand(wanted.shape), torch.tensor([80], dtype=torch.int32),
-        *tensors.mappings(), tensors.slot_buffer, under_test.cursor_and_barrier[:1],
-        under_test.cursor_and_barrier[1:], under_test.totals, under_test.host_rows,
-        under_test.device_rows, found, num_ready=20,
-    )  # fmt: skip
+    emulator.make_resident(wanted, torch.rand(wanted.shape), under_test.layer(80, 20), found)
     assert under_test.totals.tolist() == [0, 40, 0, 0, 20]
     assert torch.equal(found[0], found[1])
     assert sorted(found[0].tolist()) == [-1] * 20 + list(range(20))
-    assert tensors.host_to_device[:40].tolist() == found[0].tolist()
+    assert under_test.tensors.host_to_device[:40].tolist() == found[0].tolist()
 
 
+@pytest.mark.parametrize("each", [7, cuda_emulator.RECALL_THREADS])
 @pytest.mark.parametrize("row_bytes", [16, 656, 40, 1568])
-def test_append_rows(emulator: Emulator, row_bytes: int) -> None:
-    """New rows and rewritten ones, some of them next on the ready list; then a selection."""
+def test_append_rows(
+    emulator: Emulator, row_bytes: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New rows and rewritten ones, some of them next on the ready list; then a selection.
+
+    By one block, and by several.
+    """
+    monkeypatch.setattr(emulator, "append_each", each)
     for seed in range(4):
         rng = random.Random(seed)
         under_test = LayerUnderTest(

@@ -9,6 +9,7 @@ from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_cuda_emulated import layer
 
 from echokv.kernels.cuda import recall
+from echokv.kernels.fused_layer import FusedLayer
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -67,19 +68,19 @@ def test_make_resident_in_many_orders() -> None:
 
 
 @pytest.mark.parametrize("row_bytes", [656, 1152, 40, 1568])
-@pytest.mark.parametrize("count", [13, 70, 5000])
+@pytest.mark.parametrize("count", [13, 70, 1500])
 def test_append_rows(row_bytes: int, count: int) -> None:
     """New rows and rewritten ones, some of them next on the ready list; then a selection."""
     for seed in range(2):
         rng = random.Random(seed)
         share = rng.choice([0.5, 1.0])
-        under_test = LayerUnderTest(layer(rng, 9000, 20_000, share, 800), CUDA, row_bytes)
-        under_test.choose(recall, 800, 9000)
+        under_test = LayerUnderTest(layer(rng, 3000, 6000, share, 800), CUDA, row_bytes)
+        under_test.choose(recall, 800, 3000)
         owners = [owner for owner, _ in under_test.model.held.values()]
-        new = list({*rng.sample(range(20_000), count), *rng.sample(owners, count // 3)})
-        under_test.append(recall, [-1, *new, -1], 800, 9000)
-        wanted = selection(rng, [*new, *rng.sample(range(20_000), 1000)], 3, 300)
-        under_test.fetch(recall, wanted, torch.rand(wanted.shape), 800, 9000)
+        new = list({*rng.sample(range(6000), count), *rng.sample(owners, count // 3)})
+        under_test.append(recall, [-1, *new, -1], 800, 3000)
+        wanted = selection(rng, [*new, *rng.sample(range(6000), 600)], 3, 300)
+        under_test.fetch(recall, wanted, torch.rand(wanted.shape), 800, 3000)
 
 
 def test_every_entry_the_same_missing_row() -> None:
@@ -90,11 +91,11 @@ def test_every_entry_the_same_missing_row() -> None:
 
 
 def test_int32_offsets_of_neither_pool_overflow() -> None:
-    """Rows past byte 2^32 of both pools."""
+    """Rows past byte 2^32 of both pools: recalled, appended, gathered."""
     slots = 7_000_001
     host_rows = torch.empty(slots * 656, dtype=torch.uint8, pin_memory=True).view(slots, 656)
-    wanted = torch.tensor([[0, 3_276_800, 3_728_271, 6_547_206, slots - 1]], dtype=torch.int32)
-    host_rows[wanted[0].long()] = torch.randint(0, 256, (5, 656), dtype=torch.uint8)
+    far = torch.tensor([0, 3_276_800, 3_728_271, 6_547_206, slots - 1], dtype=torch.int32)
+    host_rows[far.long()] = torch.randint(0, 256, (5, 656), dtype=torch.uint8)
 
     def full(size: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full((size,), value, dtype=dtype, device=CUDA)
@@ -102,11 +103,25 @@ def test_int32_offsets_of_neither_pool_overflow() -> None:
     device_rows = torch.zeros(slots, 656, dtype=torch.uint8, device=CUDA)
     ready = full(slots, -1)
     ready[:5] = torch.tensor([slots - 1, 6_600_000, 3_300_000, 3_800_000, 0], device=CUDA)
-    found = full(5, -77).view(1, 5)
-    recall.make_resident(
-        wanted.cuda(), torch.zeros(1, 5, device=CUDA), full(1, 8), full(slots, 1, torch.uint8),
-        full(slots, -1), full(slots, -1), full(slots, -1), ready, full(1, 0), full(1, 0),
-        full(5, 0, torch.int64), host_rows, device_rows, found, num_ready=slots,
+    ready[5:10] = torch.tensor([slots - 2, 6_600_001, 3_300_001, 3_800_001, 1], device=CUDA)
+    layer = FusedLayer(
+        floor=full(1, 8), device_free=full(slots, 1, torch.uint8), priority=full(slots, -1),
+        device_to_host=full(slots, -1), host_to_device=full(slots, -1), ready=ready,
+        cursor=full(1, 0), barrier=full(1, 0), totals=full(5, 0, torch.int64),
+        host_rows=host_rows, device_rows=device_rows, num_ready=slots,
     )  # fmt: skip
+    found = full(5, -77).view(1, 5)
+    recall.make_resident(far.cuda().view(1, 5), torch.zeros(1, 5, device=CUDA), layer, found)
     assert sorted(found[0].tolist()) == sorted(ready[:5].tolist())
-    assert torch.equal(device_rows[found[0].long()].cpu(), host_rows[wanted[0].long()])
+    assert torch.equal(device_rows[found[0].long()].cpu(), host_rows[far.long()])
+
+    new = (far - 2).clamp(min=1)
+    rows = torch.randint(0, 256, (5, 656), dtype=torch.uint8)
+    recall.append_rows(new.cuda(), rows.cuda(), layer)
+    where = layer.host_to_device[new.long().cuda()]
+    assert sorted(where.tolist()) == sorted(ready[5:10].tolist())
+    assert torch.equal(device_rows[where.long()].cpu(), rows)
+    assert torch.equal(host_rows[new.long()], rows)
+
+    recall.recall(far.cuda(), full(1, 5), ready, host_rows, device_rows)
+    assert torch.equal(device_rows[ready[:5].long()].cpu(), host_rows[far.long()])

@@ -79,7 +79,7 @@ class SparseAttention:
         self._cache.begin_step()
 
     def end_pass(self) -> None:
-        """End it: what runs on other streams is waited for before anything that follows."""
+        """End it: what layers left running on other streams must be done before the next."""
         self._cache.end_step()
 
     def append(self, layer: int, latent: Tensor, rope: Tensor, batch: ForwardBatch) -> None:
@@ -114,6 +114,13 @@ class SparseAttention:
         Returns:
             [T, H, latent_dim] in the dtype of query; zeros for padding.
         """
+        output = self._attend(layer, query, selection, batch)
+        self._cache.end_layer(layer)
+        return output
+
+    def _attend(
+        self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch
+    ) -> Tensor:
         real, topk = batch.num_real_tokens, selection.host_slots.shape[1]
         capacity = self._cache.capacity
         at_once = fits_at_once(real, topk, batch.num_context_rows, capacity)

@@ -48,9 +48,12 @@ class CacheManager:
         layers, slots, _ = device_pool.rows.shape
         device = device_pool.rows.device
         self.state = CacheState.create(layers, slots, host_pool.num_slots, device)
-        fused = kernels.fused if policy is None else None
-        self._ready = ReadyLists(fused, self.state) if fused is not None else None
         self._totals = torch.zeros((layers, 5), dtype=torch.int64, device=device)
+        self._ready: ReadyLists | None = None
+        if kernels.fused is not None and policy is None:
+            self._ready = ReadyLists(
+                kernels.fused, self.state, host_pool, device_pool, self._totals
+            )
         # What the ops of one call count, laid out like a row of _totals so that one addition
         # takes it over; append and make_resident each leave the other's columns at zero.
         self._selecting = torch.zeros(5, dtype=torch.int32, device=device)
@@ -75,14 +78,26 @@ class CacheManager:
         self.side.join()
         self._kernels.tick(self.state.clock, self.state.floor, self.state.priority)
         if self._ready is not None:
-            self._ready.choose(layer)
+            self._ready.begin_step(layer)
+
+    def end_layer(self, layer: int) -> None:
+        """See `KVCache`."""
+        if self._ready is not None:
+            self._ready.end_layer(layer)
+
+    def end_step(self) -> None:
+        """See `KVCache`."""
+        self.side.join()
+        self._prefetched.settle()
+        if self._ready is not None:
+            self._ready.end_step()
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
         """See `KVCache`."""
         self.side.join()
         self._require_room(f"keeping {keep} new rows", keep)
         if self._ready is not None and keep == host_slots.shape[0]:
-            self._ready.append(layer, host_slots, rows, *self._of_layer(layer))
+            self._ready.append(layer, host_slots, rows)
             return
         if keep > 0:
             kept = HostSlots(host_slots[host_slots.shape[0] - keep :])
@@ -110,8 +125,7 @@ class CacheManager:
         distinct = entries if max_distinct is None else min(entries, max_distinct)
         self._require_room(f"a selection of {distinct} rows", distinct)
         if self._ready is not None:
-            slots = self._ready.make_resident(layer, host_slots, scores, *self._of_layer(layer))
-            return DeviceSlots(slots)
+            return DeviceSlots(self._ready.make_resident(layer, host_slots, scores))
         state, counts = self.state.layer(layer), self._selecting
         priorities = self._policy.priorities(self.state.clock, scores, host_slots).flatten()
         wanted = HostSlots(host_slots.flatten())
@@ -158,15 +172,6 @@ class CacheManager:
             self._device_pool.rows[layer],
         )
         mine.note(layer, missing)
-
-    def end_step(self) -> None:
-        """See `KVCache`."""
-        self.side.join()
-        self._prefetched.settle()
-
-    def _of_layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A layer's totals, host rows and device rows."""
-        return self._totals[layer], self._host_pool.rows[layer], self._device_pool.rows[layer]
 
     def _reserve(
         self,
@@ -235,6 +240,8 @@ class CacheManager:
         self._kernels.release(
             slots, state.device_free, state.priority, state.device_to_host, state.host_to_device
         )
+        if self._ready is not None:
+            self._ready.after_release()
 
     def counters(self) -> list[LayerCounters]:
         """See `KVCache`."""

@@ -47,6 +47,22 @@ class KVCache(Protocol):
         """
         ...
 
+    def end_layer(self, layer: int) -> None:
+        """Say that nothing of a layer will be asked for until the next step.
+
+        What the next step needs of it is prepared from now on, on another stream; without this
+        call `begin_step` does so, where everything waits for it. A step that calls it must call
+        `end_step` too.
+
+        Args:
+            layer: decoder layer.
+        """
+        ...
+
+    def end_step(self) -> None:
+        """Let the current stream wait for what runs beside it; a captured step must."""
+        ...
+
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
         """Write new rows to host, and keep the last of them resident in this step.
 
@@ -84,10 +100,6 @@ class KVCache(Protocol):
         Raises:
             CapacityError: max_distinct exceeds the device pool.
         """
-        ...
-
-    def end_step(self) -> None:
-        """Let the current stream wait for what runs beside it; a captured step must."""
         ...
 
     def rows(self, layer: int) -> Tensor:

@@ -1,120 +1,137 @@
 """Who leaves each layer next, chosen ahead, and the fused recall that takes them.
 
 Used by `CacheManager` where the backend has such an op. A layer's ready list lies in its
-slot_buffer; it is made anew for each cache step, so that what one step protected may go in the
-next.
+slot_buffer. It is made on a stream of its own as soon as the layer is done with a step, beside the
+rest of the model, for the next step: until then every row that this one protects may go.
 """
+
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from echokv.cache.state import CacheState
+from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.registry import FusedRecall
+from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 
 
 class ReadyLists:
     """The ready lists of every layer.
 
+    Which lists are in order is noted on the CPU when ops are issued; a captured step is issued once
+    and found its lists, at every replay, as they were at its capture.
+
     Args:
         fused: the backend's op.
         state: whose slot_buffer and priorities it works on.
+        host_pool: where every row is.
+        device_pool: where selected rows are.
+        totals: [L, 5] int64, counted in place.
     """
 
-    def __init__(self, fused: FusedRecall, state: CacheState) -> None:
+    def __init__(
+        self,
+        fused: FusedRecall,
+        state: CacheState,
+        host_pool: HostPool,
+        device_pool: DevicePool,
+        totals: Tensor,
+    ) -> None:
         self._fused = fused
         self._state = state
+        self._host_pool = host_pool
+        self._device_pool = device_pool
+        self._totals = totals
         device = state.priority.device
-        self._ages, counters = fused.victim_workspace(state.num_layers, device)
+        counters = fused.victim_workspace(state.num_layers, device)
         self._cursors, self._barrier = counters[:-1], counters[-1:]
         self.scratch = torch.empty(state.device_slots, dtype=torch.int32, device=device)
         """[N_G] int32: what the other ops may use as their slot_buffer."""
+        self._in_order = [True] * state.num_layers
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._forked = False
+        self._choose(slice(None), steps_ahead=1)
 
-    def choose(self, layer: int | None) -> None:
-        """List who may leave, oldest first: in one layer, or in all of them."""
-        layers = slice(None) if layer is None else slice(layer, layer + 1)
+    def begin_step(self, layer: int | None) -> None:
+        """List who may leave in this step, where that hasn't been done since the list was used."""
+        layers = range(self._state.num_layers) if layer is None else [layer]
+        for missing, run in groupby(layers, lambda index: not self._in_order[index]):
+            if missing:
+                indices = list(run)
+                self._choose(slice(indices[0], indices[-1] + 1), steps_ahead=0)
+
+    def end_layer(self, layer: int) -> None:
+        """List who may leave a layer in the next step, beside whatever the caller does now."""
+        layers = slice(layer, layer + 1)
+        if self._beside is None:
+            self._choose(layers, steps_ahead=1)
+            return
+        self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
+        self._forked = True
+        with torch.cuda.stream(self._beside):
+            self._choose(layers, steps_ahead=1)
+
+    def end_step(self) -> None:
+        """Let the current stream wait until the lists are made."""
+        if self._forked and self._beside is not None:
+            torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
+        self._forked = False
+
+    def after_release(self) -> None:
+        """Make the lists of all layers anew: the slots that became free go first."""
+        self.end_step()
+        self._choose(slice(None), steps_ahead=1)
+
+    def _choose(self, layers: slice, *, steps_ahead: int) -> None:
         self._fused.choose_victims(
             self._state.floor,
             self._state.priority[layers],
             self._state.slot_buffer[layers],
             self._cursors[layers],
-            self._ages[layers],
             self._state.device_slots,
+            steps_ahead=steps_ahead,
         )
+        self._in_order[layers] = [True] * len(self._in_order[layers])
 
-    def make_resident(
-        self,
-        layer: int,
-        host_slots: HostSlots,
-        scores: Tensor,
-        totals: Tensor,
-        host_rows: Tensor,
-        device_rows: Tensor,
-    ) -> Tensor:
+    def make_resident(self, layer: int, host_slots: HostSlots, scores: Tensor) -> Tensor:
         """[T, k] int32 device slots; what was missing has taken the first names on the list.
 
         Args:
             layer: decoder layer.
             host_slots: [T, k] int32.
             scores: [T, k] float32.
-            totals: [5] int64, the layer's, in place.
-            host_rows: [N_H, row_bytes] uint8, the layer's.
-            device_rows: [N_G, row_bytes] uint8, the layer's.
         """
         device_slots = torch.empty_like(host_slots)
-        self._fused.make_resident(
-            host_slots,
-            scores,
-            *self._layer(layer),
-            totals,
-            host_rows,
-            device_rows,
-            device_slots,
-            num_ready=self._state.device_slots,
-        )
+        self._fused.make_resident(host_slots, scores, self._use(layer), device_slots)
         return device_slots
 
-    def append(
-        self,
-        layer: int,
-        host_slots: HostSlots,
-        rows: Tensor,
-        totals: Tensor,
-        host_rows: Tensor,
-        device_rows: Tensor,
-    ) -> None:
+    def append(self, layer: int, host_slots: HostSlots, rows: Tensor) -> None:
         """Write new rows to host, and make all of them resident.
 
         Args:
             layer: decoder layer.
             host_slots: [T] int32.
             rows: [T, row_bytes] uint8.
-            totals: [5] int64, the layer's, in place.
-            host_rows: [N_H, row_bytes] uint8, the layer's.
-            device_rows: [N_G, row_bytes] uint8, the layer's.
         """
-        self._fused.append_rows(
-            host_slots,
-            rows,
-            *self._layer(layer),
-            totals,
-            host_rows,
-            device_rows,
-            num_ready=self._state.device_slots,
-        )
+        self._fused.append_rows(host_slots, rows, self._use(layer))
 
-    def _layer(
-        self, index: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What both ops take of a layer's state, in their order."""
+    def _use(self, index: int) -> FusedLayer:
+        """A layer as the ops take it, who take names off its list."""
+        self._in_order[index] = False
         state = self._state.layer(index)
-        return (
-            self._state.floor,
-            state.device_free,
-            state.priority,
-            state.device_to_host,
-            state.host_to_device,
-            state.slot_buffer,
-            self._cursors[index : index + 1],
-            self._barrier,
+        return FusedLayer(
+            floor=self._state.floor,
+            device_free=state.device_free,
+            priority=state.priority,
+            device_to_host=state.device_to_host,
+            host_to_device=state.host_to_device,
+            ready=state.slot_buffer,
+            cursor=self._cursors[index : index + 1],
+            barrier=self._barrier,
+            totals=self._totals[index],
+            host_rows=self._host_pool.rows[index],
+            device_rows=self._device_pool.rows[index],
+            num_ready=self._state.device_slots,
         )

@@ -42,6 +42,12 @@ class ResidentCache:
     def begin_step(self, layer: int | None = None) -> None:
         """Nothing is protected, so nothing changes."""
 
+    def end_layer(self, layer: int) -> None:
+        """Nobody leaves, so nothing is to be prepared."""
+
+    def end_step(self) -> None:
+        """Nothing was begun."""
+
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
         """Write new rows; all of them stay, whatever `keep` says."""
         pool = self._device_pool.rows[layer]
@@ -60,9 +66,6 @@ class ResidentCache:
     ) -> DeviceSlots:
         """The same numbers: every row is where its address says."""
         return DeviceSlots(host_slots)
-
-    def end_step(self) -> None:
-        """Nothing runs beside the current stream."""
 
     def rows(self, layer: int) -> Tensor:
         """See `KVCache`."""

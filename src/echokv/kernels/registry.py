@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from echokv.errors import KernelUnavailable
+from echokv.kernels.fused_layer import FusedLayer
 from echokv.log import get_logger
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 
@@ -45,10 +46,8 @@ OPS = {
 CUDA_OPS = ("topk", "recall")
 """Ops that have a CUDA C++ kernel; `--backend cuda` takes Triton's for the rest."""
 
-AUTO_ON_HOPPER = "triton"
-"""What "auto" takes on Hopper. The CUDA kernels are faster in every case that
-benchmarks/results/cuda_cache.json has but top-k of one row of a million, and pass their own tests;
-they become the choice when the engine's tests have passed with them on a GPU too."""
+AUTO_ON_HOPPER = "cuda"
+"""What "auto" takes on Hopper; the engine's tests have passed with it on an H200."""
 
 REFERENCE_TOKEN_TILE = 32
 """Rows of a pass on the reference backend: always these many, so that shapes never change."""
@@ -57,7 +56,7 @@ REFERENCE_TOKEN_TILE = 32
 class FusedRecall(Protocol):
     """A layer's cache management in one launch; contracts are in `kernels/cuda/recall.py`."""
 
-    def victim_workspace(self, layers: int, device: torch.device) -> tuple[Tensor, Tensor]: ...
+    def victim_workspace(self, layers: int, device: torch.device) -> Tensor: ...
 
     def choose_victims(
         self,
@@ -65,49 +64,16 @@ class FusedRecall(Protocol):
         priority: Tensor,
         ready: Tensor,
         cursors: Tensor,
-        ages: Tensor,
         num_ready: int,
+        *,
+        steps_ahead: int = 0,
     ) -> None: ...
 
     def make_resident(
-        self,
-        host_slots: Tensor,
-        scores: Tensor,
-        floor: Tensor,
-        device_free: Tensor,
-        priority: Tensor,
-        device_to_host: Tensor,
-        host_to_device: Tensor,
-        ready: Tensor,
-        cursor: Tensor,
-        barrier: Tensor,
-        totals: Tensor,
-        host_rows: Tensor,
-        device_rows: Tensor,
-        device_slots: Tensor,
-        *,
-        num_ready: int,
-        lanes: int | None = None,
+        self, host_slots: Tensor, scores: Tensor, layer: FusedLayer, device_slots: Tensor
     ) -> None: ...
 
-    def append_rows(
-        self,
-        host_slots: Tensor,
-        rows: Tensor,
-        floor: Tensor,
-        device_free: Tensor,
-        priority: Tensor,
-        device_to_host: Tensor,
-        host_to_device: Tensor,
-        ready: Tensor,
-        cursor: Tensor,
-        barrier: Tensor,
-        totals: Tensor,
-        host_rows: Tensor,
-        device_rows: Tensor,
-        *,
-        num_ready: int,
-    ) -> None: ...
+    def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None: ...
 
 
 class Kernels(Protocol):

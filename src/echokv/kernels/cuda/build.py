@@ -17,7 +17,6 @@ from echokv.log import get_logger
 logger = get_logger(__name__)
 
 FOLDER = Path(__file__).parent
-HEADERS = ("device.cuh",)
 ARCHITECTURE = "sm_90a"
 OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v")
 
@@ -67,8 +66,8 @@ def compile_cubin(name: str) -> tuple[bytes, list[KernelUsage]]:
     """
     nvrtc = _nvrtc()
     source = (FOLDER / f"{name}.cu").read_bytes()
-    headers = [(FOLDER / header).read_bytes() for header in HEADERS]
-    names = [header.encode() for header in HEADERS]
+    headers = [path.read_bytes() for path in _headers()]
+    names = [path.name.encode() for path in _headers()]
     error, program = nvrtc.nvrtcCreateProgram(
         source, f"{name}.cu".encode(), len(headers), headers, names
     )
@@ -98,12 +97,17 @@ def parse_usage(log: str) -> list[KernelUsage]:
     return found
 
 
+def _headers() -> list[Path]:
+    """What sources of this folder may include."""
+    return sorted(FOLDER.glob("*.cuh"))
+
+
 def _key(name: str) -> str:
     nvrtc = _nvrtc()
     _, major, minor = nvrtc.nvrtcVersion()
     digest = hashlib.sha256(f"{OPTIONS} NVRTC {major}.{minor}".encode())
-    for file in (f"{name}.cu", *HEADERS):
-        digest.update((FOLDER / file).read_bytes())
+    for path in (FOLDER / f"{name}.cu", *_headers()):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -38,6 +38,10 @@ DEVICE u32 grid_size() { return gridDim.x; }
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE bool block_any(bool flag) { return __syncthreads_or(flag); }
 
+// A kernel launched with `early=True` may start before the one ahead of it on the stream has ended,
+// and touches nothing until this returns: then all of that one's work can be seen.
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Thread block clusters: blocks that run together and can reach each other's shared memory.
 DEVICE u32 cluster_rank() {
   u32 rank;
@@ -66,14 +70,6 @@ DEVICE i32 load_shared_value(const i32* from) {
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
-DEVICE i32 load_acquire(const i32* from) {
-  i32 value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-DEVICE void store_release(i32* to, i32 value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
 DEVICE void store_shared_value(i32* to, i32 value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
@@ -92,6 +88,13 @@ DEVICE void store_row_words(void* to, Words words) {
                "r"(words.z), "r"(words.w)
                : "memory");
 }
+
+// The same without a register in between: to shared memory, there once async_wait() returns.
+DEVICE void copy_async(void* to_shared, const void* from) {
+  const u32 to = u32(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Sixteen bytes of an aligned global or shared address.
 DEVICE Words load_words(const void* from) {

@@ -70,6 +70,7 @@ class CudaModule:
         blocks_y: int = 1,
         shared_bytes: int = 0,
         cluster: int = 1,
+        early: bool = False,
     ) -> None:
         """Launch on the device's current stream; loads the module if nothing has yet.
 
@@ -81,6 +82,8 @@ class CudaModule:
             blocks_y: the grid in y.
             shared_bytes: dynamic shared memory of a block.
             cluster: blocks of a cluster; divides `blocks`.
+            early: start it while the kernel before it ends, which it waits for itself
+                (`wait_for_previous` in device.cuh).
 
         Raises:
             RuntimeError: the driver refused, with its reason.
@@ -95,16 +98,13 @@ class CudaModule:
             stream = torch.cuda.current_stream().cuda_stream
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             address = ctypes.addressof(parameters)
-            if cluster == 1:
-                (error,) = driver.cuLaunchKernel(
-                    function, blocks, blocks_y, 1, self.threads, 1, 1, shared_bytes, stream,
-                    address, 0,
-                )  # fmt: skip
-            else:
-                config = _cluster_config(
-                    driver, blocks, blocks_y, self.threads, shared_bytes, stream, cluster
-                )
-                (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = blocks, blocks_y, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+            config.sharedMemBytes, config.hStream = shared_bytes, stream
+            config.attrs = _attributes(driver, cluster, early)
+            config.numAttrs = len(config.attrs)
+            (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"launching {kernel} of {self.name}.cu: {_reason(driver, error)}")
 
@@ -123,17 +123,21 @@ def require_hopper(device: torch.device) -> None:
         )
 
 
-def _cluster_config(driver, blocks, blocks_y, threads, shared_bytes, stream, cluster):
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    attribute.value.clusterDim.x = cluster
-    attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, blocks_y, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared_bytes, stream
-    config.attrs, config.numAttrs = [attribute], 1
-    return config
+def _attributes(driver, cluster: int, early: bool) -> list:
+    names = driver.CUlaunchAttributeID
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x = cluster
+        attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+        attributes.append(attribute)
+    if early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    return attributes
 
 
 def _require(error, what: str) -> None:

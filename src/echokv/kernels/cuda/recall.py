@@ -6,35 +6,39 @@ for all layers at the start of the step, and passes over those that are protecte
 """
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from echokv.kernels.cache_args import check_entries, check_layer, check_pools, check_scalars
+from echokv.kernels.cache_args import SCORE_BITS, check_entries, check_pools, check_scalars
 from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
+from echokv.kernels.fused_layer import FusedLayer
 
 MODULE = CudaModule("recall", threads=512)
-KERNELS = ("make_resident", "append_rows", "gather_rows", "count_ages", "place_ages", "fill_ready")
+KERNELS = ("make_resident", "append_rows", "gather_rows", "choose_victims")
 
 AGES = 8192
 """Bins of age, eight a step: the ready list is exact for priorities of the last 1,023 steps; rows
 older than that count as equally old."""
 
-TOTALS = 5
-"""Columns of the totals: hits, recalled, evicted, written (left alone), allocated."""
-
 _WARPS = 16
-_SLOTS_PER_BLOCK = 512 * 16
 BLOCKS_PER_SM = 2
 """Of `make_resident`, all at once; see the launch bounds in recall.cu."""
 
 _SHARED_BYTES = 4 * (2 * _WARPS + 8)
+"""sizeof(RecallShared)."""
+
+_LANDING_BYTES = 100 * 1024  # at most, of a block, for rows on their way
+_DEPTH = 4  # rows of a warp that are on their way at once
+_ALONE = 64  # rows that one block appends
+_VICTIM_CLUSTER = 4
 _GATHER_BLOCKS = 264
 
 
 class Layer(Arguments):
-    """One layer's tensors; see recall.cu."""
+    """One layer's tensors; see claims.cuh."""
 
     _fields_ = (
         *(
@@ -57,7 +61,7 @@ class ResidentArguments(Arguments):
         *((name, ctypes.c_void_p) for name in ("host_slots", "scores", "device_slots")),
         *(
             (name, ctypes.c_int32)
-            for name in ("k", "tiles", "tiles_per_row", "lanes", "words_of_16", "pad")
+            for name in ("k", "tiles", "tiles_per_row", "lanes", "depth", "pad")
         ),
     )
 
@@ -69,8 +73,7 @@ class AppendArguments(Arguments):
         ("layer", Layer),
         ("host_slots", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int32),
-        ("words_of_16", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("num_rows", "each", "staged", "pad")),
     )
 
 
@@ -91,43 +94,47 @@ class VictimArguments(Arguments):
     """See recall.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("floor", "priority", "ready", "cursor", "ages")),
-        ("slots", ctypes.c_int32),
-        ("num_ready", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("floor", "priority", "ready", "cursor")),
+        *((name, ctypes.c_int32) for name in ("slots", "num_ready", "ahead", "pad")),
     )
 
 
-def victim_workspace(layers: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def victim_workspace(layers: int, device: torch.device) -> Tensor:
     """Scratch of `choose_victims` and `make_resident`: made once, then only they touch it.
 
     Returns:
-        [layers, 2, AGES] int32 and [layers + 1] int32: a cursor into each layer's ready list, and
-        the barrier of `make_resident`; all zero at first.
+        [layers + 1] int32, zero at first: a cursor into each layer's ready list, and the barrier of
+        `make_resident`.
     """
-    ages = torch.zeros((layers, 2, AGES), dtype=torch.int32, device=device)
-    return ages, torch.zeros(layers + 1, dtype=torch.int32, device=device)
+    return torch.zeros(layers + 1, dtype=torch.int32, device=device)
 
 
 def choose_victims(
-    floor: Tensor, priority: Tensor, ready: Tensor, cursors: Tensor, ages: Tensor, num_ready: int
+    floor: Tensor,
+    priority: Tensor,
+    ready: Tensor,
+    cursors: Tensor,
+    num_ready: int,
+    *,
+    steps_ahead: int = 0,
 ) -> None:
     """List the slots of each layer in the order in which they may leave.
 
     Free slots come first, then occupied ones by priority, lowest first; among equals any order.
-    Slots of priority >= floor aren't listed. After a list shorter than num_ready comes -1.
+    Slots that are protected in the step that the list is for aren't on it. After a list shorter
+    than num_ready comes -1.
 
     Args:
-        floor: [1] int32, lowest priority that is protected.
+        floor: [1] int32, lowest priority that is protected in this step.
         priority: [L, N_G] int32, -1 when free.
         ready: [L, N_G] int32 out; entries at and past num_ready stay as they are.
         cursors: [>= L] int32 out, 0: where in its list each layer is.
-        ages: [L, 2, AGES] int32, see `victim_workspace`.
         num_ready: most rows that a layer may take in before the next call, at most N_G.
+        steps_ahead: how many steps later the list will be used; what is protected now isn't then.
     """
     device, (layers, slots) = priority.device, priority.shape
     check_tensor("priority", priority, (None, None), torch.int32)
     check_tensor("ready", ready, (layers, slots), torch.int32, device=device)
-    check_tensor("ages", ages, (layers, 2, AGES), torch.int32, device=device)
     check_tensor("cursors", cursors, (None,), torch.int32, device=device)
     check_scalars(device, floor=floor)
     if cursors.shape[0] < layers or not 0 < num_ready <= slots:
@@ -136,34 +143,27 @@ def choose_victims(
             f" {list(cursors.shape)} and {num_ready}"
         )
     arguments = VictimArguments(
-        pointer(floor), pointer(priority), pointer(ready), pointer(cursors), pointer(ages),
-        slots, num_ready,
+        pointer(floor), pointer(priority), pointer(ready), pointer(cursors), slots, num_ready,
+        steps_ahead << SCORE_BITS, 0,
     )  # fmt: skip
-    blocks = -(-slots // _SLOTS_PER_BLOCK)
-    grid = {"blocks": blocks, "blocks_y": layers, "shared_bytes": 4 * AGES}
-    MODULE.launch("count_ages", arguments, device, **grid)
-    MODULE.launch("place_ages", arguments, device, blocks=1, blocks_y=layers, shared_bytes=128)
-    MODULE.launch("fill_ready", arguments, device, **grid)
+    MODULE.launch(
+        "choose_victims",
+        arguments,
+        device,
+        blocks=layers * _VICTIM_CLUSTER,
+        shared_bytes=_SHARED_BYTES + 4 * AGES,
+        cluster=_VICTIM_CLUSTER,
+    )
 
 
 def make_resident(
     host_slots: Tensor,
     scores: Tensor,
-    floor: Tensor,
-    device_free: Tensor,
-    priority: Tensor,
-    device_to_host: Tensor,
-    host_to_device: Tensor,
-    ready: Tensor,
-    cursor: Tensor,
-    barrier: Tensor,
-    totals: Tensor,
-    host_rows: Tensor,
-    device_rows: Tensor,
+    layer: FusedLayer,
     device_slots: Tensor,
     *,
-    num_ready: int,
     lanes: int | None = None,
+    depth: int = _DEPTH,
 ) -> None:
     """Fetch what is missing of a selection, evicting as needed, and say where all of it is.
 
@@ -176,60 +176,34 @@ def make_resident(
     Args:
         host_slots: [T, k] int32, -1 for none; duplicates allowed.
         scores: [T, k] float32; whatever where host_slots is -1.
-        floor: [1] int32, the step's clock << 3.
-        device_free: [N_G] uint8, 1 is free.
-        priority: [N_G] int32, -1 when free.
-        device_to_host: [N_G] int32, -1 for none.
-        host_to_device: [N_H] int32, -1 for absent.
-        ready: [N_G] int32, the layer's list from `choose_victims` in this step.
-        cursor: [1] int32, in place: names taken so far.
-        barrier: [1] int32 scratch; launches that may overlap need one each.
-        totals: [TOTALS] int64, in place: += distinct rows found, recalled, evicted, 0, allocated.
-        host_rows: [N_H, row_bytes] uint8, host memory that the device can read.
-        device_rows: [N_G, row_bytes] uint8.
+        layer: in place; totals += distinct rows found, recalled, evicted, 0, allocated.
         device_slots: [T, k] int32 out, -1 exactly where host_slots is -1 or no room was left.
-        num_ready: length of the list, as given to `choose_victims`.
         lanes: entries of a warp, at most 32; None: by the size of the selection.
+        depth: rows of a warp that are on their way from host memory at once.
     """
-    device = priority.device
+    layer.check()
+    device = layer.priority.device
     check_tensor("host_slots", host_slots, (None, None), torch.int32, device=device)
     rows, k = host_slots.shape
     check_tensor("scores", scores, (rows, k), torch.float32, device=device)
     check_tensor("device_slots", device_slots, (rows, k), torch.int32, device=device)
-    layer = layer_of(
-        floor, device_free, priority, device_to_host, host_to_device, ready, cursor, barrier,
-        totals, host_rows, device_rows, num_ready,
-    )  # fmt: skip
     if rows == 0 or k == 0:
         return
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     plan = resident_plan(rows, k, sms, lanes)
+    depth = depth_of(depth, layer)
     arguments = ResidentArguments(
-        layer, pointer(host_slots), pointer(scores), pointer(device_slots), k, plan.tiles,
-        plan.tiles_per_row, plan.lanes, moves_16_bytes(host_rows, device_rows), 0,
+        layer_of(layer), pointer(host_slots), pointer(scores), pointer(device_slots), k,
+        plan.tiles, plan.tiles_per_row, plan.lanes, depth, 0,
     )  # fmt: skip
+    landing = depth * layer.device_rows.shape[1] * _WARPS
     MODULE.launch(
-        "make_resident", arguments, device, blocks=plan.blocks, shared_bytes=_SHARED_BYTES
-    )
+        "make_resident", arguments, device, blocks=plan.blocks,
+        shared_bytes=_SHARED_BYTES + landing, early=True,
+    )  # fmt: skip
 
 
-def append_rows(
-    host_slots: Tensor,
-    rows: Tensor,
-    floor: Tensor,
-    device_free: Tensor,
-    priority: Tensor,
-    device_to_host: Tensor,
-    host_to_device: Tensor,
-    ready: Tensor,
-    cursor: Tensor,
-    barrier: Tensor,
-    totals: Tensor,
-    host_rows: Tensor,
-    device_rows: Tensor,
-    *,
-    num_ready: int,
-) -> None:
+def append_rows(host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
     """Write new rows to host and make them resident, evicting as needed.
 
     What `lookup`, `free`, `allocate` and `write_rows` do in sequence, with every priority at the
@@ -238,65 +212,36 @@ def append_rows(
     Args:
         host_slots: [T] int32, distinct, -1 for rows to skip.
         rows: [T, row_bytes] uint8.
-        floor: [1] int32; the rest as in `make_resident`.
-        device_free: [N_G] uint8.
-        priority: [N_G] int32.
-        device_to_host: [N_G] int32.
-        host_to_device: [N_H] int32.
-        ready: [N_G] int32.
-        cursor: [1] int32.
-        barrier: [1] int32.
-        totals: [TOTALS] int64, in place: += 0, 0, evicted, rows that were absent, allocated.
-        host_rows: [N_H, row_bytes] uint8, host memory that the device can write.
-        device_rows: [N_G, row_bytes] uint8.
-        num_ready: length of the list, as given to `choose_victims`.
+        layer: in place; totals += 0, 0, evicted, rows that were absent, allocated.
     """
-    device = priority.device
+    layer.check()
+    device = layer.priority.device
     check_entries(device, host_slots)
-    shape = (host_slots.shape[0], device_rows.shape[1])
+    shape = (host_slots.shape[0], layer.device_rows.shape[1])
     check_tensor("rows", rows, shape, torch.uint8, device=device)
-    layer = layer_of(
-        floor, device_free, priority, device_to_host, host_to_device, ready, cursor, barrier,
-        totals, host_rows, device_rows, num_ready,
-    )  # fmt: skip
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    most = BLOCKS_PER_SM * sms * _WARPS  # rows that resident blocks have a warp for
-    whole_words = moves_16_bytes(rows, host_rows, device_rows)
-    for start in range(0, shape[0], most):
-        count = min(most, shape[0] - start)
+    plan = append_plan(*shape, sms)
+    whole_words = moves_16_bytes(rows, layer.host_rows, layer.device_rows)
+    for start in range(0, shape[0], plan.most):
+        count = min(plan.most, shape[0] - start)
         arguments = AppendArguments(
-            layer, pointer(host_slots[start:]), pointer(rows[start:]), count, whole_words
-        )
-        blocks = -(-count // _WARPS)
-        MODULE.launch("append_rows", arguments, device, blocks=blocks, shared_bytes=_SHARED_BYTES)
+            layer_of(layer), pointer(host_slots[start:]), pointer(rows[start:]), count, plan.each,
+            whole_words and plan.staged, 0,
+        )  # fmt: skip
+        MODULE.launch(
+            "append_rows", arguments, device, blocks=-(-count // plan.each),
+            shared_bytes=plan.shared_bytes, early=True,
+        )  # fmt: skip
 
 
-def layer_of(
-    floor: Tensor,
-    device_free: Tensor,
-    priority: Tensor,
-    device_to_host: Tensor,
-    host_to_device: Tensor,
-    ready: Tensor,
-    cursor: Tensor,
-    barrier: Tensor,
-    totals: Tensor,
-    host_rows: Tensor,
-    device_rows: Tensor,
-    num_ready: int,
-) -> Layer:
-    """One layer's tensors, checked; see `make_resident`."""
-    device, slots = priority.device, device_rows.shape[0]
-    check_layer(device_free, priority, device_to_host, host_to_device, ready)
-    check_tensor("priority", priority, (slots,), torch.int32)
-    check_tensor("host_to_device", host_to_device, (host_rows.shape[0],), torch.int32)
-    check_tensor("totals", totals, (TOTALS,), torch.int64, device=device)
-    check_scalars(device, floor=floor, cursor=cursor, barrier=barrier)
-    check_pools(host_rows, device_rows)
+def layer_of(layer: FusedLayer) -> Layer:
+    """The same as kernels take it."""
     return Layer(
-        pointer(floor), pointer(host_to_device), pointer(priority), pointer(device_to_host),
-        pointer(device_free), pointer(ready), pointer(cursor), pointer(totals), pointer(barrier),
-        pointer(host_rows), pointer(device_rows), device_rows.shape[1], num_ready,
+        pointer(layer.floor), pointer(layer.host_to_device), pointer(layer.priority),
+        pointer(layer.device_to_host), pointer(layer.device_free), pointer(layer.ready),
+        pointer(layer.cursor), pointer(layer.totals), pointer(layer.barrier),
+        pointer(layer.host_rows), pointer(layer.device_rows), layer.device_rows.shape[1],
+        layer.num_ready,
     )  # fmt: skip
 
 
@@ -318,6 +263,30 @@ def recall(
     )  # fmt: skip
     blocks = min(-(-entries // _WARPS), _GATHER_BLOCKS)
     MODULE.launch("gather_rows", arguments, device, blocks=blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppendPlan:
+    """How new rows are cut up."""
+
+    each: int  # rows of a block
+    staged: int  # 1: a block keeps its rows in shared memory
+    most: int  # rows of a launch, whose blocks are all resident at once
+    shared_bytes: int
+
+
+def append_plan(rows: int, row_bytes: int, sms: int, threads: int = _WARPS * 32) -> AppendPlan:
+    """One block for a decode step's rows, as many as there can be for a prefill's."""
+    blocks = BLOCKS_PER_SM * sms
+    fits = max(1, _LANDING_BYTES // row_bytes)
+    wanted = rows if rows <= _ALONE else max(_WARPS, -(-rows // blocks))
+    each = min(wanted, threads, fits)
+    return AppendPlan(
+        each=each,
+        staged=int(row_bytes * each <= _LANDING_BYTES),
+        most=each * blocks,
+        shared_bytes=_SHARED_BYTES + 4 * threads + each * row_bytes,
+    )
 
 
 class ResidentPlan:
@@ -345,6 +314,13 @@ def resident_plan(
         if plan.tiles <= sms:
             break
     return plan
+
+
+def depth_of(wanted: int, layer: FusedLayer, warps: int = _WARPS) -> int:
+    """How many rows of a warp fit into a block's shared memory; 0 where rows can't be sent for."""
+    if not moves_16_bytes(layer.host_rows, layer.device_rows):
+        return 0
+    return min(wanted, _LANDING_BYTES // (warps * layer.device_rows.shape[1]))
 
 
 def moves_16_bytes(*pools: Tensor) -> int:

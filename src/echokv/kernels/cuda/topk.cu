@@ -1,32 +1,43 @@
 // Exact top-k of a row by one cluster of thread blocks; contract in kernels/reference/topk.py.
 //
-// Each block keeps its part of the row in shared memory as ordered keys, and the cluster fixes the
-// k-th key by three digits of 11, 11 and 10 bits: a histogram in each block, summed in the first
-// one's shared memory. What lies beyond shared memory is read again, so no distribution and no
-// length can overflow anything. Then every block counts what it contributes, and writes it in
-// ascending position after the blocks before it; ties on the k-th key go to the lower positions.
+// The common way reads a row once. A sample of it gives a lower bound that the k best most likely
+// exceed, and not many others; each block lists what lies above the bound in its part of the row,
+// the blocks read each other's lists, and each for itself fixes the k-th key among those few. If
+// the lists hold k keys or more, the k best of the row are among them, whatever the sample was
+// worth. Then every block marks what it contributes in a map of its part, and writes it in ascending
+// position after the blocks before it; ties on the k-th key go to the lower positions.
+//
+// Rows for which the lists turn out too long or too short go the sure way: the cluster fixes the
+// k-th key by four digits of 8 bits over all keys, kept in registers as far as they fit, then in
+// shared memory; the rest is read again. No distribution and no length can overflow anything there.
 #include "device.cuh"
 
 #ifndef TOPK_THREADS
-#define TOPK_THREADS 1024
+#define TOPK_THREADS 512
 #endif
 constexpr u32 THREADS = TOPK_THREADS;
 constexpr u32 WARPS = THREADS / WARP;
-constexpr u32 BINS = 2048;
-constexpr u32 COPIES = 4;  // of a histogram: equal digits of a warp collide a quarter as often
-constexpr u32 PASSES = 3;
+constexpr u32 BITS = 8;
+constexpr u32 BINS = 1 << BITS;
+constexpr u32 PASSES = 4;
 constexpr u32 MAX_CLUSTER = 8;
-constexpr u32 IN_FLIGHT = 4;  // vectors of four scores that a thread asks for at once
+constexpr u32 GROUP = 4 * WARP;  // keys that a warp looks at at once
+#ifndef TOPK_HELD
+#define TOPK_HELD 6
+#endif
+constexpr u32 HELD = TOPK_HELD;  // of its groups, how many it holds in registers
+constexpr u32 TOGETHER = 2;      // and of the others, how many it asks for at once
+static_assert(BINS / WARPS <= WARP, "a lane a bin");
 
 struct TopkShared {
-  u32 histogram[BINS * COPIES];
-  u32 totals[PASSES][BINS];     // the cluster's histograms; used in its first block
-  u32 sums[2 * WARP];           // a pair for each warp
-  u32 counts[2 * MAX_CLUSTER];  // above and equal to the k-th key, for each block
-  u32 found[2];
-  u32 pad[2];
-  u32 keys[4];  // as many as fit
+  u32 columns[BINS * WARP];            // a digit's counts, one column a lane
+  u32 counts[2][MAX_CLUSTER][BINS];    // of every block, from this pass and the one before
+  u32 totals[BINS];                    // their sum
+  u32 sums[2 * WARP];                  // a pair for each warp
+  u32 contributions[2 * MAX_CLUSTER];  // above and equal to the k-th key, for each block
+  u32 keys[4];                         // as many as fit
 };
+static_assert(sizeof(TopkShared) == 50512, "FIXED_SHARED_BYTES of topk.py");
 
 struct TopkArguments {
   const float* scores;      // [rows, width]
@@ -35,17 +46,20 @@ struct TopkArguments {
   float* kth;               // [rows] out
   i32 width;
   i32 k;
-  i32 chunk;   // scores of a row that a block looks at, a multiple of 4
-  i32 cached;  // of those, how many it keeps, a multiple of 4
+  i32 chunk;    // most scores of a row that a block looks at, a multiple of 4
+  i32 cached;   // of those, how many the sure way keeps, a multiple of 4
+  i32 listed;   // most keys of a list of the common way; 0: only the sure way
+  i32 samples;  // of a row, at most MAX_SAMPLES * THREADS
 };
 
-// A block's part of a row.
+// A block's part of a row, and the groups of it that this warp looks at.
 struct Part {
   const float* scores;  // its first
   u32* keys;
   u32 size;
   u32 cached;
   bool aligned;  // to sixteen bytes
+  u32 first, last;
 };
 
 DEVICE Words read_scores(const Part& part, u32 at) {  // bits; 0xffffffff, a NaN, past the end
@@ -73,106 +87,87 @@ DEVICE Words four_keys(const Part& part, u32 at) {
   return to_keys(part, at, read_scores(part, at));
 }
 
-DEVICE void count_one(u32* histogram, u32 key, u32 digit, bool counted, u32 lane) {
-  if (counted && key != 0) atomicAdd(&histogram[digit * COPIES + lane % COPIES], 1u);
-}
-
-// Count the digits of four keys a lane whose upper bits are the prefix. All lanes take part.
-DEVICE void count_digits(u32* histogram, Words keys, u32 shift, u32 mask, u64 prefix, u32 lane) {
-  const u32 above = shift + (mask == BINS - 1 ? 11 : 10);
-  const bool a = u64(keys.x) >> above == prefix, b = u64(keys.y) >> above == prefix;
-  const bool c = u64(keys.z) >> above == prefix, d = u64(keys.w) >> above == prefix;
-  const u32 digit = keys.x >> shift & mask;
-  const bool same = a && b && c && d && keys.x != 0 && keys.w != 0 &&
-                    keys.y >> shift == keys.x >> shift && keys.z >> shift == keys.x >> shift &&
-                    keys.w >> shift == keys.x >> shift;
-  const u32 first = __shfl_sync(ALL_LANES, digit, 0);
-  // Equal scores, zeros above all, would serialise the warp on one counter.
-  if (__all_sync(ALL_LANES, same && digit == first)) {
-    if (lane == 0) atomicAdd(&histogram[first * COPIES], 4 * WARP);
-    return;
-  }
-  count_one(histogram, keys.x, digit, a, lane);
-  count_one(histogram, keys.y, keys.y >> shift & mask, b, lane);
-  count_one(histogram, keys.z, keys.z >> shift & mask, c, lane);
-  count_one(histogram, keys.w, keys.w >> shift & mask, d, lane);
-}
-
-// Load the part, keep its keys, and count their first digit.
-DEVICE void load_and_count(const Part& part, u32* histogram, u32 thread) {
-  const u32 lane = thread % WARP;
-  for (u32 start = 0; start < part.size; start += THREADS * 4 * IN_FLIGHT) {
-    Words bits[IN_FLIGHT];
+// Call visit(keys, position) for each of this warp's groups, in order; all lanes take part.
+template <typename Visit>
+DEVICE void for_each_group(const Part& part, const Words* held, u32 lane, Visit visit) {
 #pragma unroll
-    for (u32 i = 0; i < IN_FLIGHT; i++)
-      bits[i] = read_scores(part, start + (i * THREADS + thread) * 4);
+  for (u32 i = 0; i < HELD; i++)
+    if (part.first + i < part.last) visit(held[i], (part.first + i) * GROUP + lane * 4);
+  for (u32 start = part.first + HELD; start < part.last; start += TOGETHER) {
+    Words keys[TOGETHER];
 #pragma unroll
-    for (u32 i = 0; i < IN_FLIGHT; i++) {
-      const u32 at = start + (i * THREADS + thread) * 4;
-      const Words keys = to_keys(part, at, bits[i]);
-      if (at < part.cached) store_words(part.keys + at, keys);
-      count_digits(histogram, keys, 21, BINS - 1, 0, lane);
-    }
-  }
-}
-
-DEVICE void count_again(const Part& part, u32* histogram, u32 shift, u32 mask, u32 prefix,
-                        u32 thread) {
-  for (u32 start = 0; start < part.size; start += THREADS * 4) {
-    const Words keys = four_keys(part, start + thread * 4);
-    count_digits(histogram, keys, shift, mask, prefix, thread % WARP);
-  }
-}
-
-// Add this block's histogram to the cluster's, and clear it.
-DEVICE void add_to_cluster(u32* histogram, u32* totals, u32 thread) {
-  u32* target = peer(totals, 0);
-  for (u32 bin = thread; bin < BINS; bin += THREADS) {
-    const Words copies = load_words(histogram + bin * COPIES);
-    const u32 count = copies.x + copies.y + copies.z + copies.w;
-    if (count != 0) {
-      atomicAdd(target + bin, count);
-      store_words(histogram + bin * COPIES, {0, 0, 0, 0});
-    }
-  }
-}
-
-// Exclusive sum over the block's threads; `sums` is scratch for one number a warp.
-DEVICE u32 threads_before(u32 value, u32* sums, u32 thread) {
-  const u32 lane = thread % WARP, warp = thread / WARP;
-  u32 total, ignored;
-  const u32 before = lanes_before(value, lane, &total);
-  if (lane == 0) sums[warp] = total;
-  block_sync();
-  const u32 other = lane < WARPS ? sums[lane] : 0;
-  const u32 earlier = lanes_before(other, lane, &ignored);
-  return before + __shfl_sync(ALL_LANES, earlier, warp);
-}
-
-// The digit that holds the wanted-th key from above, and how many keys lie above the digit.
-DEVICE void find_digit(TopkShared* shared, const u32* totals, u32 wanted, u32 thread) {
-  constexpr u32 EACH = BINS / THREADS;
-  const u32 top = BINS - 1 - thread * EACH;  // this thread's highest bin
-  u32 counts[EACH], sum = 0;
+    for (u32 i = 0; i < TOGETHER; i++) keys[i] = four_keys(part, (start + i) * GROUP + lane * 4);
 #pragma unroll
+    for (u32 i = 0; i < TOGETHER; i++)
+      if (start + i < part.last) visit(keys[i], (start + i) * GROUP + lane * 4);
+  }
+}
+
+DEVICE void load_keys(const Part& part, Words* held, u32 lane) {
+  Words bits[HELD];
+#pragma unroll
+  for (u32 i = 0; i < HELD; i++) {
+    bits[i] = {ALL_LANES, ALL_LANES, ALL_LANES, ALL_LANES};
+    if (part.first + i < part.last)
+      bits[i] = read_scores(part, (part.first + i) * GROUP + lane * 4);
+  }
+#pragma unroll
+  for (u32 i = 0; i < HELD; i++)
+    held[i] = to_keys(part, (part.first + i) * GROUP + lane * 4, bits[i]);
+  for (u32 group = part.first + HELD; group < part.last; group++) {
+    const u32 at = group * GROUP + lane * 4;
+    if (at < part.cached) store_words(part.keys + at, to_keys(part, at, read_scores(part, at)));
+  }
+}
+
+// Sum the columns into this block's 256 counts, send those to every block, and clear the columns.
+DEVICE void send_counts(TopkShared* shared, u32 side, u32 rank, u32 blocks, u32 thread) {
+  constexpr u32 EACH = BINS / WARPS;  // bins of a warp, at most 32
+  const u32 lane = thread % WARP, first = thread / WARP * EACH;
+  u32 mine = 0;
+#pragma unroll 8
   for (u32 i = 0; i < EACH; i++) {
-    counts[i] = totals[top - i];
-    sum += counts[i];
+    u32* column = shared->columns + (first + i) * WARP + lane;
+    const u32 count = __reduce_add_sync(ALL_LANES, *column);
+    *column = 0;
+    if (lane == i) mine = count;
   }
-  u32 before = threads_before(sum, shared->sums, thread);
-  if (before < wanted && wanted <= before + sum) {
-    bool done = false;
+  if (lane >= EACH) return;
+  for (u32 other = 0; other < blocks; other++)
+    *peer(&shared->counts[side][rank][first + lane], other) = mine;
+}
+
+// The digit of the wanted-th key, by counts that begin with the highest digit's; takes what lies
+// above it off `wanted`. Every warp for itself: eight bins a lane.
+DEVICE u32 digit_of(const u32* totals, u32* wanted, u32 lane) {
+  const Words low = load_words(totals + lane * 8);
+  const Words high = load_words(totals + lane * 8 + 4);
+  const u32 counts[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  u32 sum = 0, ignored;
 #pragma unroll
-    for (u32 i = 0; i < EACH; i++) {
-      if (!done && wanted <= before + counts[i]) {
-        shared->found[0] = top - i;
-        shared->found[1] = before;
-        done = true;
-      }
-      before += counts[i];
-    }
+  for (u32 i = 0; i < 8; i++) sum += counts[i];
+  u32 before = lanes_before(sum, lane, &ignored);
+  const bool here = before < *wanted && *wanted <= before + sum;
+  u32 place = 0, above = before;
+#pragma unroll
+  for (u32 i = 0; i < 8; i++) {
+    before += counts[i];
+    if (before < *wanted) place = i + 1, above = before;
+  }
+  const u32 owner = __ffs(__ballot_sync(ALL_LANES, here)) - 1;
+  *wanted -= __shfl_sync(ALL_LANES, above, owner);
+  return BINS - 1 - (owner * 8 + __shfl_sync(ALL_LANES, place, owner));
+}
+
+// The same in the cluster's counts.
+DEVICE u32 find_digit(TopkShared* shared, u32 side, u32 blocks, u32* wanted, u32 thread) {
+  for (u32 bin = thread; bin < BINS; bin += THREADS) {
+    u32 sum = 0;
+    for (u32 other = 0; other < blocks; other++) sum += shared->counts[side][other][bin];
+    shared->totals[BINS - 1 - bin] = sum;  // from above
   }
   block_sync();
+  return digit_of(shared->totals, wanted, thread % WARP);
 }
 
 DEVICE u32 above_of(Words keys, u32 threshold) {  // one bit a key
@@ -184,58 +179,50 @@ DEVICE u32 equal_to(Words keys, u32 threshold) {
          u32(keys.w == threshold) << 3;
 }
 
-KERNEL(TOPK_THREADS, 1) void topk(ARGUMENTS TopkArguments arguments) {
-  TopkShared* shared = reinterpret_cast<TopkShared*>(shared_memory());
-  const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
-  const u32 blocks = cluster_size(), rank = cluster_rank();
-  const u32 k = arguments.k, row = block_index() / blocks;
-  i32* positions = arguments.positions + u64(row) * k;
-  const i32 context = arguments.context_lens[row];
-  const u32 length = context < 0 ? 0 : smaller(context, arguments.width);
-  if (length < k) {  // everything is chosen; the same in the whole cluster
-    for (u32 at = rank * THREADS + thread; at < k; at += blocks * THREADS)
-      positions[at] = at < length ? i32(at) : -1;
-    if (rank == 0 && thread == 0) arguments.kth[row] = bits_float(0xff800000u);
-    return;
-  }
-  const u32 begin = smaller(rank * arguments.chunk, length);
-  const u32 size = smaller(arguments.chunk, length - begin);
-  const float* scores = arguments.scores + u64(row) * arguments.width + begin;
-  const Part part = {scores, shared->keys, size, smaller(arguments.cached, ceil_div(size, 4) * 4),
-                     reinterpret_cast<u64>(scores) % 16 == 0};
+// The sure way.
 
-  for (u32 i = thread * 4; i < BINS * COPIES; i += THREADS * 4)
-    store_words(shared->histogram + i, {0, 0, 0, 0});
-  for (u32 i = thread * 4; i < PASSES * BINS; i += THREADS * 4)
-    store_words(&shared->totals[0][0] + i, {0, 0, 0, 0});
+DEVICE void topk_by_digits(const TopkArguments& a, const Part& part, u32 row, u32 begin,
+                           u32 thread) {
+  TopkShared* shared = reinterpret_cast<TopkShared*>(shared_memory());
+  const u32 lane = thread % WARP, warp = thread / WARP;
+  const u32 blocks = cluster_size(), rank = cluster_rank(), k = a.k;
+  i32* positions = a.positions + u64(row) * k;
+  cluster_arrive();  // nothing may be sent to a block that hasn't started
+  Words held[HELD];
+  load_keys(part, held, lane);
+  for (u32 i = thread * 4; i < BINS * WARP; i += THREADS * 4)
+    store_words(shared->columns + i, {0, 0, 0, 0});
+  cluster_wait();
   block_sync();
-  cluster_arrive();
-  load_and_count(part, shared->histogram, thread);
-  cluster_wait();  // every block's totals are zero
 
   u32 threshold = 0, wanted = k;
-#pragma unroll
+#pragma unroll 1
   for (u32 pass = 0; pass < PASSES; pass++) {
+    const u32 shift = 32 - BITS * (pass + 1);
+    u32* column = shared->columns + lane;
+    const auto count = [&](u32 key) {
+      // The upper digits, by two shifts: one of 32 bits has no meaning.
+      if ((key >> shift >> BITS) == threshold && key != 0)
+        atomicAdd(&column[(key >> shift & (BINS - 1)) * WARP], 1u);
+    };
+    for_each_group(part, held, lane, [&](const Words& keys, u32) {
+      count(keys.x);
+      count(keys.y);
+      count(keys.z);
+      count(keys.w);
+    });
     block_sync();
-    add_to_cluster(shared->histogram, shared->totals[pass], thread);
+    send_counts(shared, pass % 2, rank, blocks, thread);
     cluster_arrive();
     cluster_wait();
-    find_digit(shared, peer(shared->totals[pass], 0), wanted, thread);
-    threshold = threshold << (pass == 2 ? 10 : 11) | shared->found[0];
-    wanted -= shared->found[1];
-    if (pass == 0) count_again(part, shared->histogram, 10, BINS - 1, threshold, thread);
-    if (pass == 1) count_again(part, shared->histogram, 0, BINS / 2 - 1, threshold, thread);
+    threshold = threshold << BITS | find_digit(shared, pass % 2, blocks, &wanted, thread);
   }
 
-  // Each warp takes a run of the part, so that what it writes ascends.
-  const u32 groups = ceil_div(size, 4 * WARP), each = ceil_div(groups, WARPS);
-  const u32 first = smaller(warp * each, groups), last = smaller(first + each, groups);
   u32 above = 0, equal = 0;
-  for (u32 group = first; group < last; group++) {
-    const Words keys = four_keys(part, (group * WARP + lane) * 4);
+  for_each_group(part, held, lane, [&](const Words& keys, u32) {
     above += __popc(above_of(keys, threshold));
     equal += __popc(equal_to(keys, threshold));
-  }
+  });
   above = __reduce_add_sync(ALL_LANES, above);
   equal = __reduce_add_sync(ALL_LANES, equal);
   if (lane == 0) {
@@ -251,22 +238,20 @@ KERNEL(TOPK_THREADS, 1) void topk(ARGUMENTS TopkArguments arguments) {
   above = __shfl_sync(ALL_LANES, above_before, warp);
   equal = __shfl_sync(ALL_LANES, equal_before, warp);
   if (thread < blocks) {
-    u32* target = peer(shared->counts, thread);
+    u32* target = peer(shared->contributions, thread);
     target[2 * rank] = block_above;
     target[2 * rank + 1] = block_equal;
   }
   cluster_arrive();
   cluster_wait();
   for (u32 other = 0; other < rank; other++) {
-    above += shared->counts[2 * other];
-    equal += shared->counts[2 * other + 1];
+    above += shared->contributions[2 * other];
+    equal += shared->contributions[2 * other + 1];
   }
 
-  for (u32 group = first; group < last; group++) {
-    const u32 at = (group * WARP + lane) * 4;
-    const Words keys = four_keys(part, at);
+  for_each_group(part, held, lane, [&](const Words& keys, u32 at) {
     const u32 is_above = above_of(keys, threshold), is_equal = equal_to(keys, threshold);
-    if (!__any_sync(ALL_LANES, (is_above | is_equal) != 0)) continue;
+    if (!__any_sync(ALL_LANES, (is_above | is_equal) != 0)) return;
     u32 total;
     const u32 mine = __popc(is_above) | __popc(is_equal) << 16;
     const u32 before = lanes_before(mine, lane, &total);
@@ -281,6 +266,286 @@ KERNEL(TOPK_THREADS, 1) void topk(ARGUMENTS TopkArguments arguments) {
     }
     above += total & 0xffff;
     equal += total >> 16;
+  });
+  if (rank == 0 && thread == 0) a.kth[row] = bits_float(order_bits(threshold));
+}
+
+// The common way.
+
+constexpr u32 COPIES = 8;       // of a histogram: equal digits of a warp collide an eighth as often
+constexpr u32 MAX_SAMPLES = 8;  // of a thread
+constexpr u32 AT_ONCE = 4;      // groups that a warp asks for at once
+
+struct Summary {  // of a block's list
+  u32 count, highest;
+};
+
+// Shared memory of the common way; lists and maps come after it.
+struct ListShared {
+  u32 histogram[BINS * COPIES];
+  u32 totals[BINS];
+  u32 sums[2 * WARP];
+  Summary summaries[MAX_CLUSTER];
+  Summary mine;
+  u32 before[2];  // above and equal to the k-th key in the blocks before this one
+};
+static_assert(sizeof(ListShared) == 9552, "LIST_SHARED_BYTES of topk.py");
+
+struct Lists {
+  u32* keys;    // of this block's part, those above the bound, in any order
+  u32* places;  // where in the part
+  u32* all;     // everybody's keys
+  u32* above;   // one bit a place
+  u32* equal;
+};
+
+DEVICE Lists lists_after(ListShared* shared, u32 listed, u32 chunk) {
+  u32* keys = reinterpret_cast<u32*>(shared + 1);
+  u32* above = keys + 3 * listed;
+  return {keys, keys + listed, keys + 2 * listed, above, above + ceil_div(chunk, WARP)};
+}
+
+DEVICE void count_key(u32* histogram, u32 digit, u32 lane) {
+  atomicAdd(&histogram[digit * COPIES + lane % COPIES], 1u);
+}
+
+// The digit of the wanted-th key from above in a block's histogram, which is cleared; takes what
+// lies above it off `wanted`. Between two barriers.
+DEVICE u32 digit_in_block(ListShared* shared, u32* wanted, u32 thread) {
+  block_sync();
+  for (u32 bin = thread; bin < BINS; bin += THREADS) {
+    u32 sum = 0;
+#pragma unroll
+    for (u32 i = 0; i < COPIES; i += 4) {
+      u32* copies = shared->histogram + bin * COPIES + i;
+      const Words four = load_words(copies);
+      store_words(copies, {0, 0, 0, 0});
+      sum += four.x + four.y + four.z + four.w;
+    }
+    shared->totals[BINS - 1 - bin] = sum;  // from above
   }
-  if (rank == 0 && thread == 0) arguments.kth[row] = bits_float(order_bits(threshold));
+  block_sync();
+  return digit_of(shared->totals, wanted, thread % WARP);
+}
+
+// A bound above which more than k keys of the row lie, though not many more; most likely.
+DEVICE u32 sampled_bound(const TopkArguments& a, ListShared* shared, const float* scores,
+                         u32 length, u32 thread) {
+  const u32 samples = a.samples, lane = thread % WARP, stride = length / samples;
+  u32 keys[MAX_SAMPLES];
+#pragma unroll
+  for (u32 i = 0; i < MAX_SAMPLES; i++) {
+    const u32 sample = i * THREADS + thread;
+    keys[i] = 0;
+    if (sample < samples)  // anywhere in its stretch, lest it beat with a period of the scores
+      keys[i] = float_bits(scores[sample * stride + (sample * 0x9e3779b1u >> 8) % stride]);
+  }
+#pragma unroll
+  for (u32 i = 0; i < MAX_SAMPLES; i++) {
+    if (i * THREADS + thread >= samples) continue;
+    keys[i] = order_key(keys[i]);
+    count_key(shared->histogram, keys[i] >> 24, lane);
+  }
+  const float expected = float(a.k) * float(samples) / float(length);
+  u32 wanted = smaller(u32(expected + 5 * sqrtf(expected)) + 4, samples);
+  const u32 upper = digit_in_block(shared, &wanted, thread);
+#pragma unroll
+  for (u32 i = 0; i < MAX_SAMPLES; i++)
+    if (i * THREADS + thread < samples && keys[i] >> 24 == upper)
+      count_key(shared->histogram, keys[i] >> 16 & (BINS - 1), lane);
+  return upper << 24 | digit_in_block(shared, &wanted, thread) << 16;
+}
+
+DEVICE u32 at_least(Words keys, u32 bound) {  // one bit a key
+  return u32(keys.x >= bound) | u32(keys.y >= bound) << 1 | u32(keys.z >= bound) << 2 |
+         u32(keys.w >= bound) << 3;
+}
+
+DEVICE u32 key_of(Words keys, u32 i) {
+  return i == 0 ? keys.x : i == 1 ? keys.y : i == 2 ? keys.z : keys.w;
+}
+
+// List what reaches the bound; counts go on past the end of the list.
+DEVICE void list_candidates(const Part& part, const Lists& lists, ListShared* shared, u32 listed,
+                            u32 bound, u32 thread) {
+  const u32 lane = thread % WARP, groups = ceil_div(part.size, GROUP);
+  u32 highest = 0;
+  for (u32 start = thread / WARP; start < groups; start += AT_ONCE * WARPS) {
+    Words keys[AT_ONCE];
+    u32 found = 0;
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE; i++)
+      keys[i] = read_scores(part, (start + i * WARPS) * GROUP + lane * 4);
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE; i++) {
+      keys[i] = to_keys(part, (start + i * WARPS) * GROUP + lane * 4, keys[i]);
+      found |= at_least(keys[i], bound) << (4 * i);
+    }
+    u32 total, base = 0;
+    const u32 before = lanes_before(__popc(found), lane, &total);
+    if (total == 0) continue;
+    if (lane == 0) base = atomicAdd(&shared->mine.count, total);
+    u32 at = __shfl_sync(ALL_LANES, base, 0) + before;
+#pragma unroll
+    for (u32 i = 0; i < AT_ONCE * 4; i++) {
+      if ((found >> i & 1) == 0) continue;
+      const u32 key = key_of(keys[i / 4], i % 4);
+      highest = highest > key ? highest : key;
+      if (at < listed) {
+        lists.keys[at] = key;
+        lists.places[at] = (start + i / 4 * WARPS) * GROUP + lane * 4 + i % 4;
+      }
+      at++;
+    }
+  }
+  highest = __reduce_max_sync(ALL_LANES, highest);
+  if (lane == 0) atomicMax(&shared->mine.highest, highest);
+}
+
+// Everybody's candidates to this block, counting their first digit above the bound.
+DEVICE void gather_candidates(const Lists& lists, ListShared* shared, u32 blocks, u32 total,
+                              u32 bound, u32 shift, u32 thread) {
+  for (u32 at = thread; at < total; at += THREADS) {
+    u32 other = 0, index = at;
+    while (index >= shared->summaries[other].count) index -= shared->summaries[other++].count;
+    const u32 key = *peer(lists.keys + index, other);
+    lists.all[at] = key;
+    count_key(shared->histogram, (key - bound) >> shift, thread % WARP);
+  }
+}
+
+// Write this block's share of the k best, in ascending position.
+DEVICE void write_marked(const Lists& lists, ListShared* shared, i32* positions, u32 begin,
+                         u32 words, u32 wanted, u32 thread) {
+  const u32 lane = thread % WARP, warp = thread / WARP;
+  const u32 each = ceil_div(words, THREADS), first = smaller(thread * each, words);
+  const u32 last = smaller(first + each, words);
+  u32 mine = 0;  // two counts in one: a part of a row has fewer than 2^16 of either
+  u32 above = 0, equal = 0, ignored;
+  for (u32 word = first; word < last; word++) {
+    above += __popc(lists.above[word]);
+    equal += __popc(lists.equal[word]);
+  }
+  mine = above | equal << 16;
+  const u32 before_in_warp = lanes_before(mine, lane, &ignored);
+  if (lane == WARP - 1) shared->sums[warp] = before_in_warp + mine;
+  block_sync();
+  const u32 warps_before = lanes_before(lane < WARPS ? shared->sums[lane] : 0, lane, &ignored);
+  const u32 before = before_in_warp + __shfl_sync(ALL_LANES, warps_before, warp);
+  above = shared->before[0] + (before & 0xffff);
+  equal = shared->before[1] + (before >> 16);
+  for (u32 word = first; word < last; word++) {
+    const u32 is_above = lists.above[word];
+    for (u32 left = is_above | lists.equal[word]; left != 0; left &= left - 1) {
+      const u32 bit = __ffs(left) - 1;
+      const bool tie = (is_above >> bit & 1) == 0;
+      if (!tie || equal < wanted)
+        positions[above + smaller(equal, wanted)] = begin + word * WARP + bit;
+      above += !tie;
+      equal += tie;
+    }
+  }
+}
+
+// False: the lists don't do, and nothing has been written. The same in the whole cluster.
+DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32 begin, u32 length,
+                          u32 thread) {
+  ListShared* shared = reinterpret_cast<ListShared*>(shared_memory());
+  const u32 lane = thread % WARP, blocks = cluster_size(), rank = cluster_rank(), k = a.k;
+  const u32 words = ceil_div(part.size, WARP), listed = a.listed;
+  const Lists lists = lists_after(shared, listed, a.chunk);
+  cluster_arrive();  // nothing may be sent to a block that hasn't started
+  for (u32 i = thread * 4; i < BINS * COPIES; i += THREADS * 4)
+    store_words(shared->histogram + i, {0, 0, 0, 0});
+  for (u32 i = thread; i < words; i += THREADS) lists.above[i] = lists.equal[i] = 0;
+  if (thread == 0) shared->mine = {0, 0}, shared->before[0] = shared->before[1] = 0;
+  block_sync();
+  u32 bound = 1;  // every key
+  if (length > listed) bound = sampled_bound(a, shared, a.scores + u64(row) * a.width, length, thread);
+  list_candidates(part, lists, shared, listed, bound, thread);
+  cluster_wait();
+  block_sync();
+  if (thread < blocks) *peer(&shared->summaries[rank], thread) = shared->mine;
+  cluster_arrive();
+  cluster_wait();
+
+  u32 total = 0, before = 0, highest = 0;
+  for (u32 other = 0; other < blocks; other++) {
+    const Summary one = shared->summaries[other];
+    if (other < rank) before += one.count;
+    total += one.count;
+    highest = highest > one.highest ? highest : one.highest;
+  }
+  if (total < k || total > listed) {
+    cluster_arrive();
+    cluster_wait();  // everybody has read the summaries: shared memory may serve the sure way
+    return false;
+  }
+  u32 bits = 32 - __clz(highest - bound), wanted = k;
+  u32 shift = bits > BITS ? bits - BITS : 0;
+  gather_candidates(lists, shared, blocks, total, bound, shift, thread);
+  cluster_arrive();  // this block reads no more
+  u32 prefix = digit_in_block(shared, &wanted, thread);
+  while (shift > 0) {
+    const u32 step = smaller(shift, BITS), above = shift;
+    shift -= step;
+    for (u32 at = thread; at < total; at += THREADS) {
+      const u32 key = lists.all[at] - bound;
+      if (key >> above == prefix) count_key(shared->histogram, key >> shift & ((1u << step) - 1), lane);
+    }
+    prefix = prefix << step | digit_in_block(shared, &wanted, thread);
+  }
+  const u32 threshold = bound + prefix;
+
+  u32 above = 0, equal = 0;
+  for (u32 at = thread; at < before; at += THREADS) {
+    above += lists.all[at] > threshold;
+    equal += lists.all[at] == threshold;
+  }
+  above = __reduce_add_sync(ALL_LANES, above);
+  equal = __reduce_add_sync(ALL_LANES, equal);
+  if (lane == 0 && above != 0) atomicAdd(&shared->before[0], above);
+  if (lane == 0 && equal != 0) atomicAdd(&shared->before[1], equal);
+  for (u32 at = thread; at < shared->mine.count; at += THREADS) {
+    const u32 key = lists.keys[at], place = lists.places[at];
+    if (key >= threshold)
+      atomicOr((key > threshold ? lists.above : lists.equal) + place / WARP, 1u << place % WARP);
+  }
+  block_sync();
+  write_marked(lists, shared, a.positions + u64(row) * k, begin, words, wanted, thread);
+  if (rank == 0 && thread == 0) a.kth[row] = bits_float(order_bits(threshold));
+  cluster_wait();
+  return true;
+}
+
+KERNEL(TOPK_THREADS, 2) void topk(ARGUMENTS TopkArguments arguments) {
+  const u32 thread = thread_index(), warp = thread / WARP;
+  const u32 blocks = cluster_size(), rank = cluster_rank();
+  const u32 k = arguments.k, row = block_index() / blocks;
+  i32* positions = arguments.positions + u64(row) * k;
+  const i32 context = arguments.context_lens[row];
+  const u32 length = context < 0 ? 0 : smaller(context, arguments.width);
+  if (length < k) {  // everything is chosen; the same in the whole cluster
+    for (u32 at = rank * THREADS + thread; at < k; at += blocks * THREADS)
+      positions[at] = at < length ? i32(at) : -1;
+    if (rank == 0 && thread == 0) arguments.kth[row] = bits_float(0xff800000u);
+    return;
+  }
+  // Rows are shorter than they may get: each is split evenly as it is.
+  const u32 chunk = ceil_div(ceil_div(length, blocks), 4) * 4;
+  const u32 begin = smaller(rank * chunk, length), size = smaller(chunk, length - begin);
+  const float* scores = arguments.scores + u64(row) * arguments.width + begin;
+  const u32 groups = ceil_div(size, GROUP), each = ceil_div(groups, WARPS);
+  Part part = {scores,
+               reinterpret_cast<TopkShared*>(shared_memory())->keys,
+               size,
+               smaller(arguments.cached, ceil_div(size, 4) * 4),
+               reinterpret_cast<u64>(scores) % 16 == 0,
+               0,
+               0};
+  part.first = smaller(warp * each, groups);
+  part.last = smaller(part.first + each, groups);
+
+  if (arguments.listed != 0 && topk_by_lists(arguments, part, row, begin, length, thread)) return;
+  topk_by_digits(arguments, part, row, begin, thread);
 }

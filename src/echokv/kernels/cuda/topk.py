@@ -1,6 +1,7 @@
 """Exact top-k in one launch: a cluster of thread blocks a row. Contract in `reference/topk.py`."""
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -8,14 +9,26 @@ from torch import Tensor
 from echokv.kernels.cuda.launch import MAX_SHARED_BYTES, Arguments, CudaModule, pointer
 from echokv.kernels.reference.topk import check_topk_args
 
-MODULE = CudaModule("topk", threads=1024)
+MODULE = CudaModule("topk", threads=512)
 KERNELS = ("topk",)
 
 MAX_CLUSTER = 8
 _SCORES_PER_BLOCK = 2048  # at least, where a cluster has more than one
-_BINS, _COPIES, _PASSES = 2048, 4, 3
-FIXED_SHARED_BYTES = 4 * (_BINS * _COPIES + _PASSES * _BINS + 2 * 32 + 2 * MAX_CLUSTER + 4 + 4)
+HELD = 16 * 6 * 128
+"""Scores of a block that stay in registers."""
+
+_BINS, _LANES, _PAIRS = 256, 32, 2 * (32 + MAX_CLUSTER)
+FIXED_SHARED_BYTES = 4 * (_BINS * _LANES + 2 * MAX_CLUSTER * _BINS + _BINS + _PAIRS + 4)
 """sizeof(TopkShared); the kept keys come after it."""
+
+LIST_SHARED_BYTES = 4 * (_BINS * 8 + _BINS + 2 * _LANES + 2 * MAX_CLUSTER + 4)
+"""sizeof(ListShared); lists and maps come after it."""
+
+BY_LISTS = True
+"""Whether rows go the common way of topk.cu first; the sure way alone is exact too."""
+
+_LONG_ROW = 2**17  # scores; longer rows are sampled twice as densely
+_WHOLE_ROW = 8192  # scores; rows up to here are listed without a bound
 
 
 class TopkArguments(Arguments):
@@ -30,6 +43,8 @@ class TopkArguments(Arguments):
         ("k", ctypes.c_int32),
         ("chunk", ctypes.c_int32),
         ("cached", ctypes.c_int32),
+        ("listed", ctypes.c_int32),
+        ("samples", ctypes.c_int32),
     )
 
 
@@ -45,9 +60,12 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     cluster = cluster_size(rows, width, sms)
     chunk, cached, shared_bytes = part_of_row(width, cluster)
+    samples = samples_of(width)
+    listed, list_bytes = list_of_row(width, chunk, k, samples) if BY_LISTS else (0, 0)
+    shared_bytes = max(shared_bytes, list_bytes)
     arguments = TopkArguments(
         pointer(scores), pointer(context_lens), pointer(positions), pointer(kth),
-        width, k, chunk, cached,
+        width, k, chunk, cached, listed, samples,
     )  # fmt: skip
     MODULE.launch(
         "topk", arguments, device, blocks=rows * cluster, shared_bytes=shared_bytes, cluster=cluster
@@ -63,9 +81,34 @@ def cluster_size(rows: int, width: int, sms: int) -> int:
     return size
 
 
+def samples_of(width: int) -> int:
+    """Scores of a row that its bound is guessed from."""
+    return 2048 if width <= _LONG_ROW else 4096
+
+
+def list_of_row(width: int, chunk: int, k: int, samples: int) -> tuple[int, int]:
+    """How long a list for a row may get, and the bytes of shared memory for that.
+
+    The bound is the sample's entry that is expected at rank k, and five standard deviations lower,
+    so that the list has all of the k best; its length has room for six more. (0, 0) where that
+    exceeds a block's shared memory.
+    """
+    if width <= _WHOLE_ROW:
+        listed = width
+    else:
+        expected = k * samples / width
+        rank = expected + 5 * math.sqrt(expected) + 4
+        listed = max(samples, int((rank + 6 * math.sqrt(rank)) * width / samples))
+    listed = -(-listed // 512) * 512
+    nbytes = LIST_SHARED_BYTES + 4 * (3 * listed + 2 * -(-chunk // 32))
+    return (listed, nbytes) if nbytes <= MAX_SHARED_BYTES else (0, 0)
+
+
 def part_of_row(width: int, cluster: int) -> tuple[int, int, int]:
     """Scores of a block, how many it keeps, and the bytes of shared memory it needs for that."""
     chunk = -(-width // cluster)
     chunk = -(-chunk // 4) * 4
     cached = min(chunk, (MAX_SHARED_BYTES - FIXED_SHARED_BYTES) // 16 * 4)
+    if chunk <= HELD:
+        cached = 0
     return chunk, cached, FIXED_SHARED_BYTES + 4 * cached

@@ -1,0 +1,84 @@
+"""The CUDA C++ kernels at small sizes, to be run under compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/device/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/device/sanitize.py
+
+Every kernel of `kernels/cuda/{recall,topk}.cu` runs over the cases that differ in code: rows of
+16-byte words and others, tiles that wait in device_slots, clusters of one and of eight, parts of a
+row in registers, in shared memory and read again. Results are compared with the plain Python model,
+so that what the tools watched was right.
+"""
+
+import random
+import sys
+import time
+
+import torch
+from tests.kernels.resident_model import LayerUnderTest, selection
+from tests.kernels.test_cuda_emulated import layer
+
+from echokv.kernels.cuda import recall, topk
+
+CUDA = torch.device("cuda")
+
+
+def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None:
+    """Victims, append and make_resident of one layer through three steps."""
+    rng = random.Random(row_bytes * rows)
+    floor, slots = 4096, 600
+    under_test = LayerUnderTest(layer(rng, slots, 1200, 0.8, floor), CUDA, row_bytes)
+    for _ in range(3):
+        under_test.choose(recall, floor, slots)
+        under_test.append(recall, [-1, *rng.sample(range(1200), 40)], floor, slots)
+        wanted = selection(rng, rng.sample(range(1200), 250), rows, k)
+        under_test.fetch(recall, wanted, torch.randn(wanted.shape), floor, slots, lanes=lanes)
+        floor += 8
+
+
+def check_gather(row_bytes: int) -> None:
+    """The recall op."""
+    host_rows = torch.randint(0, 256, (300, row_bytes), dtype=torch.uint8).pin_memory()
+    device_rows = torch.zeros((200, row_bytes), dtype=torch.uint8, device=CUDA)
+    sources = torch.randperm(300)[:150].to(torch.int32)
+    targets = torch.randperm(200).to(torch.int32)
+    count = torch.tensor([140], dtype=torch.int32, device=CUDA)
+    recall.recall(sources.to(CUDA), count, targets.to(CUDA), host_rows, device_rows)
+    found = device_rows[targets[:140].long().to(CUDA)].cpu()
+    assert torch.equal(found, host_rows[sources[:140].long()])
+
+
+def check_topk(rows: int, width: int, k: int, *, zeros: bool = False) -> None:
+    """One shape, with a short row, ties and garbage past the lengths; zeros overflow every list."""
+    scores = torch.zeros(rows, width) if zeros else torch.randn(rows, width).round(decimals=1)
+    lens = [width, k - 1, k, width - 1][:rows] + [width] * max(0, rows - 4)
+    for row, length in enumerate(lens):
+        scores[row, length:] = torch.nan
+    context = torch.tensor(lens, dtype=torch.int32, device=CUDA)
+    positions, _ = topk.topk(scores.to(CUDA), context, k)
+    for row, length in enumerate(lens):
+        order = torch.sort(scores[row, :length] + 0.0, descending=True, stable=True).indices
+        want = order[:k].sort().values.to(torch.int32)
+        assert torch.equal(positions[row, : len(want)].cpu(), want), (rows, width, k, row)
+
+
+def main() -> int:
+    """Run everything; an assertion or the sanitizer says what is wrong."""
+    torch.manual_seed(3)
+    start = time.perf_counter()
+    for row_bytes in (656, 40):
+        check_resident(row_bytes, 4, 130, None)
+        check_resident(row_bytes, 3, 33, 32)
+        check_gather(row_bytes)
+        print(f"rows of {row_bytes} B: {time.perf_counter() - start:.1f} s", flush=True)
+    check_resident(656, 300, 70, 4)  # more tiles than resident blocks
+    for shape in ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000)):
+        check_topk(*shape)
+        check_topk(*shape, zeros=True)
+        print(f"topk {shape}: {time.perf_counter() - start:.1f} s", flush=True)
+    torch.cuda.synchronize()
+    print("all as the models say")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

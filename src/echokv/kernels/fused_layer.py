@@ -1,0 +1,46 @@
+"""One layer of the cache as one argument: what the fused ops read and change."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echokv.kernels.cache_args import check_layer, check_pools, check_scalars
+from echokv.kernels.checks import check_tensor
+
+TOTALS = 5
+"""Columns of the totals: hits, recalled, evicted, written, allocated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedLayer:
+    """One layer's tensors. N_G device slots, N_H host slots; all but host_rows on the device."""
+
+    floor: Tensor  # [1] int32: lowest priority that is protected in this step, its clock << 3
+    device_free: Tensor  # [N_G] uint8: 1 is free
+    priority: Tensor  # [N_G] int32: -1 when free
+    device_to_host: Tensor  # [N_G] int32: -1 none
+    host_to_device: Tensor  # [N_H] int32: -1 absent
+    ready: Tensor  # [N_G] int32: who leaves first, as `choose_victims` lists them
+    cursor: Tensor  # [1] int32: names taken off that list so far
+    barrier: Tensor  # [1] int32 scratch: launches that may overlap need one each
+    totals: Tensor  # [TOTALS] int64: counted since start
+    host_rows: Tensor  # [N_H, row_bytes] uint8: host memory that the device reads and writes
+    device_rows: Tensor  # [N_G, row_bytes] uint8
+    num_ready: int  # length of the list, as given to `choose_victims`
+
+    def check(self) -> None:
+        """Check shapes, dtypes, devices and strides.
+
+        Raises:
+            ValueError: with the tensor's name, what it is and what it must be.
+        """
+        device, slots = self.priority.device, self.device_rows.shape[0]
+        check_layer(
+            self.device_free, self.priority, self.device_to_host, self.host_to_device, self.ready
+        )
+        check_tensor("priority", self.priority, (slots,), torch.int32)
+        check_tensor("host_to_device", self.host_to_device, (self.host_rows.shape[0],), torch.int32)
+        check_tensor("totals", self.totals, (TOTALS,), torch.int64, device=device)
+        check_scalars(device, floor=self.floor, cursor=self.cursor, barrier=self.barrier)
+        check_pools(self.host_rows, self.device_rows)
