@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echokv.kernels.cuda import recall, topk
+from echokv.kernels.cuda import index_scores, recall, topk
 from echokv.kernels.cuda.build import FOLDER
-from echokv.kernels.cuda.launch import pointer
+from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.registry import load_kernels
 
@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 TOPK_THREADS = 256
 TOPK_HELD = 1
 RECALL_THREADS = 64
+RING_ENTRIES = index_scores.RING_ENTRIES
 SHARED_BYTES = 4 * (2 * RECALL_THREADS // 32 + 8)
 """sizeof(RecallShared)."""
 
@@ -45,6 +46,17 @@ def emulated_kernels() -> Any:
     return SimpleNamespace(**(vars(reference) | {"name": "cuda", "fused": emulator()}))
 
 
+class PrefetchRun(Arguments):
+    """See emulated.cc."""
+
+    _fields_ = (
+        ("contexts", index_scores.Contexts),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "request_rows", "scores", "shares")),
+        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "fetching")),
+        ("prefetch", index_scores.PrefetchArguments),
+    )
+
+
 class Emulator:
     """The shared library, with the same arguments as the wrappers of `kernels/cuda`."""
 
@@ -53,7 +65,7 @@ class Emulator:
         subprocess.run(
             [str(COMPILER), "-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas",
              "-DECHOKV_EMULATE", f"-DTOPK_THREADS={TOPK_THREADS}",
-             f"-DTOPK_HELD={TOPK_HELD}",
+             f"-DTOPK_HELD={TOPK_HELD}", f"-DRING_ENTRIES={RING_ENTRIES}",
              f"-DRECALL_THREADS={RECALL_THREADS}", f"-I{FOLDER}", f"-I{HERE}", "-shared", "-fPIC",
              str(HERE / "emulated.cc"), "-o", str(library)],
             check=True,
@@ -152,6 +164,50 @@ class Emulator:
         self._library.run_append_rows(
             -(-count // each), shared, self._next(), ctypes.byref(arguments)
         )
+
+    def prefetch(
+        self,
+        scores: Tensor,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        context_lens: Tensor,
+        request_slots: Tensor,
+        thresholds: Tensor,
+        enabled: Tensor,
+        layer: FusedLayer,
+        *,
+        most: int,
+        rows_per_unit: int,
+        least: int,
+        blocks: int = 3,
+        scoring: int = 2,
+        fetching: int = 2,
+    ) -> tuple[index_scores.Prefetch, Tensor]:
+        """What `index_scores_prefetch` does with scores; and each block's share of the pages."""
+        rows, width = scores.shape
+        counts = torch.zeros(rows, dtype=torch.int32)
+        host_slots = torch.full((rows, most), -1, dtype=torch.int32)
+        found = torch.full((rows, most), -torch.inf)
+        shares = torch.zeros((blocks, 3), dtype=torch.int32)
+        prefetch = index_scores.PrefetchArguments(
+            index_scores.layer_argument(layer), pointer(request_slots), pointer(thresholds),
+            pointer(enabled), pointer(counts), pointer(host_slots), pointer(found), most,
+            rows_per_unit, least, rows,
+        )  # fmt: skip
+        arguments = PrefetchRun(
+            index_scores.Contexts(pointer(context_lens), rows, width), pointer(block_tables),
+            pointer(request_rows), pointer(scores), pointer(shares), block_tables.shape[1],
+            scoring, fetching, prefetch,
+        )  # fmt: skip
+        self._library.run_prefetch(blocks, self._next(), ctypes.byref(arguments))
+        found_here = index_scores.Prefetch(
+            host_slots=host_slots, scores=found, counts=counts, layer=layer, arguments=prefetch
+        )
+        return found_here, shares
+
+    def fetch_late(self, prefetch: index_scores.Prefetch) -> None:
+        """`fetch_late`."""
+        self._library.run_fetch_late(2, 3, self._next(), ctypes.byref(prefetch.arguments))
 
     def recall(
         self,

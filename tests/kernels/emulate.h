@@ -274,6 +274,16 @@ DEVICE void store_shared_value(i32* to, i32 value) {
   *to = value;
   emulated::maybe_yield();
 }
+DEVICE u32 load_from_block(const u32* from) {
+  emulated::yield();  // waited on
+  return *from;
+}
+DEVICE void store_to_block(u32* to, u32 value) {
+  *to = value;
+  emulated::maybe_yield();
+}
+DEVICE void warp_sync() { emulated::meet(0); }
+DEVICE void pause() { emulated::yield(); }
 DEVICE Words load_words(const void* from) {
   if (reinterpret_cast<u64>(from) % 16 != 0) std::abort();  // as the hardware does
   Words words;

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from echokv.errors import KernelUnavailable
-from echokv.kernels.cuda import build, recall, topk
+from echokv.kernels.cuda import build, index_scores, recall, topk
+from echokv.kernels.cuda.launch import MAX_SHARED_BYTES
 
-SOURCES = {"topk": topk, "recall": recall}
+SOURCES = {"topk": topk, "recall": recall, "index_scores": index_scores}
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -24,6 +25,14 @@ def test_as_many_blocks_are_resident_as_make_resident_waits_for() -> None:
     _, usage = build.compile_cubin("recall")
     registers = next(kernel.registers for kernel in usage if kernel.name == "make_resident")
     assert registers * recall.MODULE.threads * recall.BLOCKS_PER_SM <= 65536
+
+
+def test_index_scores_fit_the_shared_memory_of_a_block() -> None:
+    """What the wrapper asks for is what the source, when it compiled, asserted."""
+    source = (build.FOLDER / "index_scores.cu").read_text()
+    for size in (index_scores.SHARED_BYTES, index_scores.PREFETCHING_SHARED_BYTES):
+        assert f"== {size}," in source
+        assert size <= MAX_SHARED_BYTES
 
 
 def test_every_source_is_tested() -> None:

@@ -43,8 +43,9 @@ OPS = {
 }
 """Op -> the module that holds it, under the same name in every backend's folder."""
 
-CUDA_OPS = ("topk", "recall")
-"""Ops that have a CUDA C++ kernel; `--backend cuda` takes Triton's for the rest."""
+CUDA_OPS = ("index_scores", "topk", "recall")
+"""Ops that have a CUDA C++ kernel; `--backend cuda` takes Triton's for the rest, and for index
+scores of other than fp8 keys of 128 dimensions under 32 or 64 heads."""
 
 AUTO_ON_HOPPER = "cuda"
 """What "auto" takes on Hopper; the engine's tests have passed with it on an H200."""

@@ -27,7 +27,7 @@ struct Words {  // sixteen bytes
 #define DEVICE static __device__ __forceinline__
 
 DEVICE u8* shared_memory() {
-  extern __shared__ __align__(16) u8 bytes[];
+  extern __shared__ __align__(128) u8 bytes[];
   return bytes;
 }
 
@@ -73,6 +73,18 @@ DEVICE i32 load_shared_value(const i32* from) {
 DEVICE void store_shared_value(i32* to, i32 value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
+
+// The same within a block, in shared memory: what was written before a store is seen after a load.
+DEVICE u32 load_from_block(const u32* from) {
+  u32 value;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+DEVICE void store_to_block(u32* to, u32 value) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE void pause() { __nanosleep(64); }
 
 // Rows: read once, from host memory, and never through the read-only path. Volatile, so that a
 // row is on its way before the code after it runs.

@@ -1,0 +1,148 @@
+// Hopper's asynchronous instructions: barriers in shared memory, bulk copies and wgmma.
+#pragma once
+#include "device.cuh"
+
+DEVICE u32 shared_address(const void* at) {
+  return u32(__cvta_generic_to_shared(const_cast<void*>(at)));
+}
+
+// A barrier in shared memory that counts arrivals and, where told to, bytes that copies bring.
+typedef u64 Barrier;
+
+DEVICE void barrier_init(Barrier* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+// Before the first use by copies, once the block's barriers are made.
+DEVICE void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+DEVICE void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+DEVICE void barrier_arrive_expecting(Barrier* barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+DEVICE void barrier_expect(Barrier* barrier, u32 bytes) {  // before this phase's last arrival
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+// Wait until the phase of this parity is over; that of parity 1 is over at first.
+DEVICE void barrier_wait(Barrier* barrier, u32 parity) {
+  const u32 address = shared_address(barrier);
+  u32 done;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred over;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, over;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+  } while (done == 0);
+}
+
+// Contiguous bytes, a multiple of sixteen, from global to shared memory.
+DEVICE void copy_to_shared(void* to, const void* from, u32 bytes, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The same for what nobody reads again soon: it is the first to leave the L2 cache.
+DEVICE void copy_to_shared_once(void* to, const void* from, u32 bytes, Barrier* barrier) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
+      "%2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// Programmatic dependent launch: the next kernel may start; wait for the one before to be over.
+// Neither does anything in a kernel launched without it.
+DEVICE void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+DEVICE void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// A matrix operand in shared memory made of blocks of 8 rows x 16 bytes, 128 contiguous bytes each:
+// neighbours along the rows' bytes are `along` bytes apart, neighbours across rows `across`.
+DEVICE u64 matrix_descriptor(const void* at, u32 along, u32 across) {
+  return u64((shared_address(at) & 0x3ffffu) >> 4) | u64(along >> 4) << 16 |
+         u64(across >> 4) << 32;
+}
+
+#define ACCUMULATORS_16(d)                                                                       \
+  "=&f"((d)[0]), "=&f"((d)[1]), "=&f"((d)[2]), "=&f"((d)[3]), "=&f"((d)[4]), "=&f"((d)[5]),      \
+      "=&f"((d)[6]), "=&f"((d)[7]), "=&f"((d)[8]), "=&f"((d)[9]), "=&f"((d)[10]), "=&f"((d)[11]), \
+      "=&f"((d)[12]), "=&f"((d)[13]), "=&f"((d)[14]), "=&f"((d)[15])
+#define KEYS_16(a)                                                                              \
+  "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "r"((a)[4]), "r"((a)[5]), "r"((a)[6]),    \
+      "r"((a)[7]), "r"((a)[8]), "r"((a)[9]), "r"((a)[10]), "r"((a)[11]), "r"((a)[12]),          \
+      "r"((a)[13]), "r"((a)[14]), "r"((a)[15])
+
+// dots[64 keys, heads] = keys [64, 128] . query [heads, 128], e4m3, by one warpgroup: the keys in
+// registers, the query in shared memory as four descriptors of 32 bytes each. Done on return.
+DEVICE void multiply_64(float (&dots)[32], const u32 (&keys)[16], const u64 (&query)[4]) {
+#define STEP(a0, a1, a2, a3, b, more)                                                          \
+  "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "                                      \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                              \
+  "{" a0 ", " a1 ", " a2 ", " a3 "}, " b ", " more ", 1, 1;\n"
+  asm volatile(
+      "{\n"
+      ".reg .pred first, more;\n"
+      "setp.ne.b32 first, 0, 0;\n"
+      "setp.eq.b32 more, 0, 0;\n"
+      "wgmma.fence.sync.aligned;\n"
+      STEP("%32", "%33", "%34", "%35", "%48", "first")
+      STEP("%36", "%37", "%38", "%39", "%49", "more")
+      STEP("%40", "%41", "%42", "%43", "%50", "more")
+      STEP("%44", "%45", "%46", "%47", "%51", "more")
+      "wgmma.commit_group.sync.aligned;\n"
+      "wgmma.wait_group.sync.aligned 0;\n"
+      "}\n"
+      : ACCUMULATORS_16(dots), ACCUMULATORS_16(dots + 16)
+      : KEYS_16(keys), "l"(query[0]), "l"(query[1]), "l"(query[2]), "l"(query[3])
+      : "memory");
+#undef STEP
+}
+
+DEVICE void multiply_32(float (&dots)[16], const u32 (&keys)[16], const u64 (&query)[4]) {
+#define STEP(a0, a1, a2, a3, b, more)                                                       \
+  "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "                                   \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "                \
+  "{" a0 ", " a1 ", " a2 ", " a3 "}, " b ", " more ", 1, 1;\n"
+  asm volatile(
+      "{\n"
+      ".reg .pred first, more;\n"
+      "setp.ne.b32 first, 0, 0;\n"
+      "setp.eq.b32 more, 0, 0;\n"
+      "wgmma.fence.sync.aligned;\n"
+      STEP("%16", "%17", "%18", "%19", "%32", "first")
+      STEP("%20", "%21", "%22", "%23", "%33", "more")
+      STEP("%24", "%25", "%26", "%27", "%34", "more")
+      STEP("%28", "%29", "%30", "%31", "%35", "more")
+      "wgmma.commit_group.sync.aligned;\n"
+      "wgmma.wait_group.sync.aligned 0;\n"
+      "}\n"
+      : ACCUMULATORS_16(dots)
+      : KEYS_16(keys), "l"(query[0]), "l"(query[1]), "l"(query[2]), "l"(query[3])
+      : "memory");
+#undef STEP
+}

@@ -1,0 +1,155 @@
+"""What a prefetch may have done to a layer, checked against plain Python.
+
+Which candidates are found first is free, and so is which of them are forgotten in a hurry. All else
+must be exact: only candidates move, no row has more than its budget, shared rows move once, nobody
+protected leaves, and the layer's state is what those rows in those slots come to.
+"""
+
+import random
+from collections import Counter
+
+import torch
+from tests.kernels.cache_model import LayerModel
+from tests.kernels.resident_model import LayerUnderTest
+from torch import Tensor
+
+from echokv.kernels.cuda.index_scores import Prefetch
+from echokv.kernels.fused_layer import FusedLayer
+
+BUDGET_UNIT = 65536
+
+
+class PrefetchCase:
+    """Requests with scores and predictions over a layer of the cache.
+
+    Args:
+        under_test: the layer, whose ready list has been made.
+        lens: of each row's context.
+        tables: [R, B] int32 block ids; requests may share blocks.
+        request_rows: of each row.
+        rng: for predictions.
+    """
+
+    def __init__(
+        self,
+        under_test: LayerUnderTest,
+        lens: list[int],
+        tables: Tensor,
+        request_rows: list[int],
+        rng: random.Random,
+    ) -> None:
+        self.layer, self.lens, self.tables = under_test, lens, tables
+        self.request_rows = request_rows
+        rows = len(lens)
+        self.width = max(64, -(-max(lens) // 64) * 64)
+        self.scores = torch.randn(rows, self.width)
+        for row, length in enumerate(lens):
+            self.scores[row, length:] = rng.choice([-torch.inf, torch.nan, torch.inf])
+        self.request_slots = rng.sample(range(rows + 2), rows)
+        self.thresholds = torch.full((rows + 2,), 0.5)
+        self.enabled = torch.ones(rows + 2, dtype=torch.int32)
+        self.left = 0
+
+    def fused_layer(self, floor: int, num_ready: int) -> FusedLayer:
+        """The tensors as the op takes them."""
+        tensors, layer = self.layer.tensors, self.layer
+        return FusedLayer(
+            floor=torch.tensor([floor], dtype=torch.int32, device=layer.device),
+            device_free=tensors.device_free, priority=tensors.priority,
+            device_to_host=tensors.device_to_host, host_to_device=tensors.host_to_device,
+            ready=tensors.slot_buffer, cursor=layer.cursor_and_barrier[:1],
+            barrier=layer.cursor_and_barrier[1:], totals=layer.totals.zero_(),
+            host_rows=layer.host_rows, device_rows=layer.device_rows, num_ready=num_ready,
+        )  # fmt: skip
+
+    def candidates(self, row: int) -> dict[int, float]:
+        """Host slot -> score of everything in a row that beats its prediction."""
+        slot = self.request_slots[row]
+        threshold = float(self.thresholds[slot]) if slot >= 0 else torch.inf
+        if not threshold < torch.inf:
+            return {}
+        table = self.tables[self.request_rows[row]].tolist()
+        scores = self.scores[row, : self.lens[row]].tolist()
+        return {
+            table[at // 64] * 64 + at % 64: score
+            for at, score in enumerate(scores)
+            if score >= threshold
+        }
+
+    def budget(self, row: int, most: int, rows_per_unit: int, least: int) -> int:
+        """Candidates that a row may have."""
+        return min(most, least + self.lens[row] * rows_per_unit // BUDGET_UNIT)
+
+    def check(
+        self,
+        before: LayerModel,
+        ready: list[int],
+        floor: int,
+        found: Prefetch,
+        budgets: list[int],
+    ) -> set[int]:
+        """Everything that must hold afterwards. Returns the host slots that were fetched."""
+        host_slots, scores, counts = found.host_slots.cpu(), found.scores.cpu(), found.counts.cpu()
+        fetched: list[int] = []
+        self.left = 0  # noted for later
+        for row in range(len(self.lens)):
+            count, allowed = int(counts[row]), self.candidates(row)
+            assert 0 <= count <= budgets[row]
+            assert (scores[row, count:] == -torch.inf).all()
+            listed = Counter(scores[row, :count].tolist())
+            assert not listed - Counter(allowed.values()), "a score that is no candidate's"
+            assert (host_slots[row, count:] == -1).all()
+            self.left += int((host_slots[row] < -1).sum())
+            noted = [-2 - entry if entry < -1 else entry for entry in host_slots[row].tolist()]
+            mine = [
+                (slot, score)
+                for slot, score in zip(noted, scores[row].tolist(), strict=True)
+                if slot >= 0
+            ]
+            assert all(allowed.get(slot) == score for slot, score in mine)
+            assert self.enabled[self.request_slots[row]] or not mine
+            fetched += [slot for slot in host_slots[row].tolist() if slot >= 0]
+        assert len(set(fetched)) == len(fetched), "fetched twice"
+        self._check_state(before, ready, floor, set(fetched))
+        return set(fetched)
+
+    def _check_state(
+        self, before: LayerModel, ready: list[int], floor: int, fetched: set[int]
+    ) -> None:
+        tensors, layer = self.layer.tensors, self.layer
+        owners, levels = tensors.device_to_host.tolist(), tensors.priority.tolist()
+        held = {slot: (owner, levels[slot]) for slot, owner in enumerate(owners) if owner >= 0}
+        tensors.assert_is(LayerModel(before.device_slots, before.host_slots, held))
+        taken = ready[: int(layer.cursor_and_barrier[0])]
+        free_to_go = [slot for slot in taken if before.held.get(slot, (0, -1))[1] < floor]
+        assert {owner for owner, _ in held.values()} >= fetched
+        assert {slot for slot, (owner, _) in held.items() if owner in fetched} == set(free_to_go)
+        assert len(free_to_go) == len(fetched), "a slot has leaked"
+        untouched = {slot: v for slot, v in before.held.items() if slot not in free_to_go}
+        now = {slot: (owner, floor) for slot, (owner, _) in held.items() if owner in fetched}
+        assert held == untouched | now
+        left = [slot for slot in free_to_go if slot in before.held]
+        assert layer.totals.tolist() == [0, len(fetched), len(left), 0, len(fetched)]
+        resident = sorted(held)
+        rows = torch.tensor([held[slot][0] for slot in resident], dtype=torch.long)
+        slots = torch.tensor(resident, dtype=torch.long)
+        assert torch.equal(layer.device_rows.cpu()[slots], layer.host_rows[rows])
+        layer.model.held = held
+
+
+def make_case(
+    rng: random.Random,
+    under_test: LayerUnderTest,
+    lens: list[int],
+    shared_blocks: int = 0,
+) -> PrefetchCase:
+    """Requests whose first blocks are the same and whose other blocks are their own."""
+    blocks = under_test.model.host_slots // 64
+    ids = rng.sample(range(blocks), blocks)
+    shared, own = ids[:shared_blocks], ids[shared_blocks:]
+    counts = [-(-length // 64) for length in lens]
+    tables = torch.full((len(lens), max(1, *counts)), -1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        table = (shared + [own.pop() for _ in range(max(0, count - shared_blocks))])[:count]
+        tables[row, :count] = torch.tensor(table, dtype=torch.int32)
+    return PrefetchCase(under_test, lens, tables, list(range(len(lens))), rng)

@@ -1,0 +1,218 @@
+"""Prefetch fused into the CUDA indexer scores, on the GPU: same scores, the right state."""
+
+import copy
+import random
+
+import pytest
+import torch
+from tests.kernels.cache_model import LayerModel
+from tests.kernels.conftest import HAS_HOPPER
+from tests.kernels.prefetch_model import PrefetchCase, make_case
+from tests.kernels.resident_model import LayerUnderTest
+from tests.kernels.test_cuda_emulated import layer
+
+from echokv.cache.batch import positions_to_host_slots
+from echokv.cache.manager import CacheManager
+from echokv.kernels.cuda import index_scores as cuda
+from echokv.kernels.cuda import recall
+from echokv.kernels.cuda.topk import topk
+from echokv.kernels.fused_layer import TOTALS, FusedLayer
+from echokv.kernels.registry import load_kernels
+from echokv.memory.formats import IndexKeyFormat
+from echokv.memory.pools import DevicePool, HostPool
+from echokv.memory.slots import HostSlots
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
+]
+CUDA = torch.device("cuda")
+FMT = IndexKeyFormat(name="fp8", head_dim=128)
+FLOOR = 4096
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=CUDA)
+
+
+class OnGpu:
+    """A prefetch case whose scores come from keys and queries.
+
+    Args:
+        case: requests over a layer; its scores are overwritten.
+        heads: of the query.
+    """
+
+    def __init__(self, case: PrefetchCase, heads: int = 64) -> None:
+        self.case = case
+        rows, num_pages = len(case.lens), case.layer.model.host_slots // 64
+        pages = torch.empty((num_pages, FMT.page_bytes), dtype=torch.uint8, device=CUDA)
+        keys = torch.randn((num_pages, 64 * 128), device=CUDA) * 64
+        pages[:, : 64 * 128] = keys.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        pages[:, 64 * 128 :] = torch.full((num_pages, 64), 2.0**-6, device=CUDA).view(torch.uint8)
+        self.arguments = (
+            torch.randn((rows, heads, 128), device=CUDA, dtype=torch.bfloat16),
+            torch.randn((rows, heads), device=CUDA), pages, FMT, case.tables.cuda(),
+            ints(case.request_rows), ints(case.lens), max(case.lens),
+        )  # fmt: skip
+        self.plain = cuda.index_scores(*self.arguments)
+        case.scores = self.plain.cpu()
+
+    def set_thresholds(self, share: float) -> None:
+        """So that about this share of each row's positions are candidates."""
+        for row, length in enumerate(self.case.lens):
+            if length and self.case.request_slots[row] >= 0:
+                scores = self.case.scores[row, :length]
+                threshold = scores.topk(max(1, int(length * share))).values[-1]
+                self.case.thresholds[self.case.request_slots[row]] = threshold
+
+    def prefetch(self, most: int, rows_per_unit: int, least: int) -> set[int]:
+        """Make the ready list, prefetch, check; fetch what is late, check. What came in all."""
+        case, under_test = self.case, self.case.layer
+        slots = under_test.model.device_slots
+        ready = under_test.choose(recall, FLOOR, slots)
+        before = copy.deepcopy(under_test.model)
+        tensors = (ints(case.request_slots), case.thresholds.cuda(), case.enabled.cuda())
+        layer_tensors = case.fused_layer(FLOOR, slots)
+        scores, found = cuda.index_scores_prefetch(
+            *self.arguments, *tensors, layer_tensors, most=most, rows_per_unit=rows_per_unit,
+            least=least,
+        )  # fmt: skip
+        assert torch.equal(scores, self.plain)
+        budgets = [case.budget(row, most, rows_per_unit, least) for row in range(len(case.lens))]
+        early = case.check(before, ready, FLOOR, found, budgets)
+        cuda.fetch_late(found)
+        fetched = case.check(before, ready, FLOOR, found, budgets)
+        assert fetched >= early and case.left == 0
+        return fetched
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("row_bytes", [656, 1152, 2304])
+def test_prefetch(row_bytes: int, heads: int) -> None:
+    """Requests that share blocks, padding, one without prediction and one switched off."""
+    for seed in range(3):
+        rng = random.Random(seed)
+        model = layer(rng, 9000, 64 * 600, rng.choice([0.2, 1.0]), FLOOR)
+        under_test = LayerUnderTest(model, CUDA, row_bytes)
+        lens = [5000, 0, 8191, 63, 1, 64, 4097, 2048, 0, 6000]
+        on_gpu = OnGpu(make_case(rng, under_test, lens, shared_blocks=20), heads)
+        case = on_gpu.case
+        case.enabled[case.request_slots[6]] = 0
+        case.request_slots[7] = -1
+        on_gpu.set_thresholds(0.05)
+        case.thresholds[case.request_slots[2]] = torch.inf
+        assert on_gpu.prefetch(300, 65536 // 20, 3)
+
+
+def test_everything_is_found_where_nothing_is_in_a_hurry() -> None:
+    """Few candidates and ample budgets: all that are absent."""
+    rng = random.Random(1)
+    under_test = LayerUnderTest(layer(rng, 9000, 64 * 900, 0.3, FLOOR), CUDA, 656)
+    on_gpu = OnGpu(make_case(rng, under_test, [20_000, 300, 9_999]))
+    on_gpu.set_thresholds(0.01)
+    held = {owner for owner, _ in under_test.model.held.values()}
+    want = set().union(*(on_gpu.case.candidates(row) for row in range(3))) - held
+    assert on_gpu.prefetch(500, 0, 500) == want
+    assert on_gpu.prefetch(500, 0, 500) == set()
+
+
+def test_shared_rows_move_once_and_budgets_hold() -> None:
+    """Many requests over the same blocks, more candidates than budget, few slots."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer(rng, 700, 64 * 80, rng.choice([0.5, 1.0]), FLOOR), CUDA)
+        on_gpu = OnGpu(make_case(rng, under_test, [64 * 70 - row for row in range(30)], 70))
+        on_gpu.set_thresholds(rng.choice([0.01, 0.3]))
+        on_gpu.prefetch(rng.choice([1, 20]), 0, 20)
+
+
+@pytest.mark.parametrize("threshold", [0.0, -torch.inf, torch.inf, torch.nan, -1e30, 1e30])
+@pytest.mark.parametrize("most, rows_per_unit, least", [(1, 0, 0), (1, 0, 9), (50, 2**31, 2**31)])
+def test_hostile_predictions_and_budgets(
+    threshold: float, most: int, rows_per_unit: int, least: int
+) -> None:
+    rng = random.Random(5)
+    under_test = LayerUnderTest(layer(rng, 300, 64 * 60, 0.9, FLOOR), CUDA)
+    on_gpu = OnGpu(make_case(rng, under_test, [1400, 0, 129], 1))
+    on_gpu.case.thresholds.fill_(threshold)
+    on_gpu.prefetch(most, rows_per_unit, least)
+
+
+def test_a_thousand_replays_under_eviction_pressure() -> None:
+    """Hostile predictions, shared blocks and a pool of the least size, in one captured step.
+
+    Every replay: the scores are those without prefetch, and each selected row is where it is said
+    to be, byte for byte.
+    """
+    rng = random.Random(9)
+    rows, k, most, lens = 6, 64, 24, [700, 0, 1500, 64, 1499, 1000]
+    least_pool = rows * k + rows * most
+    host = HostPool(1, 64 * 80, 656, CUDA)
+    host.rows.random_(0, 256)
+    manager = CacheManager(load_kernels("cuda", CUDA), host, DevicePool(1, least_pool, 656, CUDA))
+    tables = torch.stack([torch.randperm(60)[:24] for _ in range(rows)]).to(torch.int32)
+    tables[:, :8] = tables[0, :8]  # one prefix for all
+    under_test = LayerUnderTest(LayerModel(4, 64 * 80), CUDA)
+    case = PrefetchCase(under_test, lens, tables, list(range(rows)), rng)
+    on_gpu = OnGpu(case)
+    query, lens_on_gpu, request_rows = (on_gpu.arguments[at] for at in (0, 6, 5))
+    truth, side = host.rows[0].cuda(), torch.cuda.Stream()
+    request_slots = ints([0, -1, 1, 2, 3, 4])
+    thresholds = torch.full((5,), torch.inf, device=CUDA)
+    enabled = torch.ones(5, dtype=torch.int32, device=CUDA)
+    totals = torch.zeros((1, TOTALS), dtype=torch.int64, device=CUDA)
+    wrong = torch.zeros(1, dtype=torch.int64, device=CUDA)
+
+    def step() -> None:
+        manager.begin_step()
+        scores, found = cuda.index_scores_prefetch(
+            *on_gpu.arguments, request_slots, thresholds, enabled,
+            fused_layer_of(manager, host, totals), most=most, rows_per_unit=0, least=most,
+        )  # fmt: skip
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            cuda.fetch_late(found)
+        positions, _ = topk(scores, lens_on_gpu, k)
+        wanted = positions_to_host_slots(positions, request_rows, on_gpu.arguments[4])
+        best = scores.gather(1, positions.clamp(min=0).long())
+        wrong.add_((scores != cuda.index_scores(*on_gpu.arguments)).sum())
+        torch.cuda.current_stream().wait_stream(side)
+        slots = manager.make_resident(0, HostSlots(wanted), best)
+        wrong.add_((slots < 0).ne(wanted < 0).sum())
+        taken = manager.rows(0)[slots.clamp(min=0).long()]
+        differs = (taken != truth[wanted.clamp(min=0).long()]).any(dim=2)
+        wrong.add_((differs & (wanted >= 0)).sum())
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    hostile = torch.tensor([torch.inf, torch.nan, -torch.inf, 0.0, 5.0, 10.0, 1e30], device=CUDA)
+    for replay in range(1000):
+        if replay % 3 == 0:
+            query.normal_()
+        thresholds.copy_(hostile[torch.randint(7, (5,), device=CUDA)])
+        enabled.random_(0, 3)
+        graph.replay()
+        if replay % 250 == 249:
+            manager.check()
+            assert int(wrong) == 0, f"after {replay + 1} replays"
+    assert int(totals[0, 1]) > 1000, "nothing was prefetched"
+    assert int(totals[0, 1]) == int(totals[0, 4])
+    host.close()
+
+
+def fused_layer_of(manager: CacheManager, host: HostPool, totals: torch.Tensor) -> FusedLayer:
+    """Layer 0 of a manager, with totals of its own."""
+    state, ready = manager.state, manager._ready
+    assert ready is not None
+    layer = state.layer(0)
+    return FusedLayer(
+        floor=state.floor, device_free=layer.device_free, priority=layer.priority,
+        device_to_host=layer.device_to_host, host_to_device=layer.host_to_device,
+        ready=layer.slot_buffer, cursor=ready._cursors[:1], barrier=ready._barrier,
+        totals=totals[0], host_rows=host.rows[0], device_rows=manager.rows(0),
+        num_ready=state.device_slots,
+    )  # fmt: skip

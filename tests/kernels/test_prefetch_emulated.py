@@ -1,0 +1,224 @@
+"""The fused prefetch's schedule and claims without a GPU, threads in random order.
+
+Scores are given; what hands them over, takes budgets, claims, evicts and copies is the source that
+the GPU runs (prefetch.cuh, claims.cuh, schedule.cuh).
+"""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels import cuda_emulator
+from tests.kernels.cache_model import LayerModel
+from tests.kernels.cuda_emulator import Emulator
+from tests.kernels.prefetch_model import PrefetchCase, make_case
+from tests.kernels.resident_model import LayerUnderTest
+from tests.kernels.test_cuda_emulated import emulator, layer
+
+CPU = torch.device("cpu")
+FLOOR = 4096
+pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
+__all__ = ["emulator"]
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def prefetch(
+    emulator: Emulator, case: PrefetchCase, most: int, rows_per_unit: int, least: int, **how: Any
+) -> set[int]:
+    """Make the ready list, prefetch, check; fetch what is late, check. What came in all."""
+    slots = case.layer.model.device_slots
+    ready = case.layer.choose(emulator, FLOOR, slots)
+    return prefetch_from(emulator, case, ready, most, rows_per_unit, least, **how)
+
+
+def prefetch_from(
+    emulator: Emulator,
+    case: PrefetchCase,
+    ready: list[int],
+    most: int,
+    rows_per_unit: int,
+    least: int,
+    **how: Any,
+) -> set[int]:
+    """The same with a ready list that has been made."""
+    before, slots = copy.deepcopy(case.layer.model), case.layer.model.device_slots
+    found, _ = emulator.prefetch(
+        case.scores, case.tables, ints(case.request_rows), ints(case.lens),
+        ints(case.request_slots), case.thresholds, case.enabled, case.fused_layer(FLOOR, slots),
+        most=most, rows_per_unit=rows_per_unit, least=least, **how,
+    )  # fmt: skip
+    budgets = [case.budget(row, most, rows_per_unit, least) for row in range(len(case.lens))]
+    early = case.check(before, ready, FLOOR, found, budgets)
+    counts, scores = found.counts.clone(), found.scores.clone()
+    emulator.fetch_late(found)
+    assert torch.equal(found.counts, counts) and torch.equal(found.scores, scores)
+    fetched = case.check(before, ready, FLOOR, found, budgets)
+    assert fetched >= early and case.left == 0
+    return fetched
+
+
+@pytest.mark.parametrize("row_bytes", [16, 656, 2304])
+def test_prefetch(emulator: Emulator, row_bytes: int) -> None:
+    """Requests that share blocks, padding, one without prediction and one switched off."""
+    for seed in range(8):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(
+            layer(rng, 400, 1280, rng.choice([0.2, 1.0]), FLOOR), CPU, row_bytes
+        )
+        case = make_case(rng, under_test, [130, 0, 200, 63, 257, 64], shared_blocks=2)
+        case.thresholds[case.request_slots[3]] = torch.inf
+        case.enabled[case.request_slots[4]] = 0
+        case.request_slots[5] = -1
+        assert prefetch(emulator, case, 40, 65536 // 8, 3)
+
+
+def test_prefetch_in_many_orders(emulator: Emulator) -> None:
+    """Few slots and much contention: shared rows, candidates among the victims."""
+    for seed in range(80):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer(rng, 48, 256, rng.choice([0.5, 1.0]), FLOOR), CPU)
+        case = make_case(rng, under_test, [rng.choice([1, 65, 190]) for _ in range(5)], 3)
+        case.thresholds.fill_(rng.choice([-1.0, 0.0, 1.0]))
+        prefetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
+                 blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 3]),
+                 fetching=rng.choice([1, 2]))  # fmt: skip
+
+
+def test_rows_move_before_the_last_score(emulator: Emulator) -> None:
+    """Of a long context, most candidates are fetched by the first launch."""
+    early = 0
+    for seed in range(5):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer(rng, 400, 6400, 0.5, FLOOR), CPU, 16)
+        case = make_case(rng, under_test, [3000, 3000])
+        case.thresholds.fill_(2.0)
+        under_test.choose(emulator, FLOOR, 400)
+        found, _ = emulator.prefetch(
+            case.scores, case.tables, ints(case.request_rows), ints(case.lens),
+            ints(case.request_slots), case.thresholds, case.enabled, case.fused_layer(FLOOR, 400),
+            most=100, rows_per_unit=0, least=100,
+        )  # fmt: skip
+        early += int((found.host_slots >= 0).sum())
+    assert early > 50
+
+
+@pytest.mark.parametrize("threshold", [0.0, -torch.inf, torch.inf, torch.nan, -1e30, 1e30])
+@pytest.mark.parametrize("most, rows_per_unit, least", [(1, 0, 0), (1, 0, 9), (50, 2**31, 2**31)])
+def test_hostile_predictions_and_budgets(
+    emulator: Emulator, threshold: float, most: int, rows_per_unit: int, least: int
+) -> None:
+    rng = random.Random(5)
+    under_test = LayerUnderTest(layer(rng, 300, 960, 0.9, FLOOR), CPU)
+    case = make_case(rng, under_test, [400, 0, 129], 1)
+    case.thresholds.fill_(threshold)
+    prefetch(emulator, case, most, rows_per_unit, least)
+
+
+def test_everything_is_found_where_nothing_is_in_a_hurry(emulator: Emulator) -> None:
+    """Rows of their own, free slots, as few candidates as a ring holds: as many as the budget."""
+    rng = random.Random(6)
+    under_test = LayerUnderTest(layer(rng, 400, 960, 0.3, FLOOR), CPU)
+    case = make_case(rng, under_test, [128, 64, 300])
+    case.thresholds.fill_(1.8)
+    held = {owner for owner, _ in under_test.model.held.values()}
+    want = [set(case.candidates(row)) - held for row in range(3)]
+    assert all(len(slots) >= 2 for slots in want[::2])
+    assert prefetch(emulator, case, 50, 0, 50) == set().union(*want)
+    under_test.model.held = {}
+    under_test = LayerUnderTest(under_test.model, CPU)
+    case.layer = under_test
+    assert len(prefetch(emulator, case, 2, 0, 50)) == sum(
+        min(2, len(case.candidates(row))) for row in range(3)
+    )
+
+
+def test_a_ring_holds_a_page_of_candidates(emulator: Emulator) -> None:
+    """All of a page at once, more than a warp takes at a time: none is forgotten."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(LayerModel(100, 640), CPU)
+        case = make_case(rng, under_test, [64])
+        case.thresholds.fill_(-torch.inf)
+        table = case.tables[0].tolist()
+        want = {table[0] * 64 + at for at in range(64)}
+        assert prefetch(emulator, case, 64, 0, 64, blocks=1, scoring=1, fetching=1) == want
+
+
+def test_no_candidate_counts_twice_when_rings_overflow(emulator: Emulator) -> None:
+    for seed in range(10):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(LayerModel(100, 3200), CPU)
+        case = make_case(rng, under_test, [1500, 1100])
+        case.thresholds.fill_(-torch.inf)
+        case.enabled.zero_()
+        assert prefetch(emulator, case, 2000, 0, 2000, blocks=1) == set()
+
+
+def test_scores_that_are_not_finite(emulator: Emulator) -> None:
+    """NaN beats nothing, +inf everything but a missing prediction."""
+    rng = random.Random(3)
+    under_test = LayerUnderTest(LayerModel(300, 640), CPU)
+    case = make_case(rng, under_test, [100, 90])
+    case.scores[:, :40] = torch.nan
+    case.scores[:, 50:60] = torch.inf
+    case.thresholds[case.request_slots[0]] = torch.inf
+    case.thresholds[case.request_slots[1]] = 1e30
+    table = case.tables[1].tolist()
+    want = {table[0] * 64 + at for at in range(50, 60)}
+    assert prefetch(emulator, case, 64, 0, 64) == want
+
+
+def test_protected_rows_stay(emulator: Emulator) -> None:
+    """All slots but three are at the floor: three rows come, the others find no room."""
+    rng = random.Random(7)
+    model = layer(rng, 40, 640, 1.0, FLOOR)
+    model.held = {
+        slot: (owner, FLOOR + slot % 5 if slot >= 3 else level)
+        for slot, (owner, level) in model.held.items()
+    }
+    under_test = LayerUnderTest(model, CPU)
+    case = make_case(rng, under_test, [300, 200])
+    assert len(prefetch(emulator, case, 30, 0, 30)) == 3
+
+
+def test_rows_raised_after_the_list_was_made_are_passed_over(emulator: Emulator) -> None:
+    rng = random.Random(8)
+    under_test = LayerUnderTest(layer(rng, 60, 640, 1.0, FLOOR), CPU)
+    case = make_case(rng, under_test, [300, 200])
+    ready = under_test.choose(emulator, FLOOR, 60)
+    for slot in ready[:20:2]:
+        under_test.tensors.priority[slot] = FLOOR
+        under_test.model.held[slot] = (under_test.model.held[slot][0], FLOOR)
+    fetched = prefetch_from(emulator, case, ready, 15, 0, 15)
+    assert len(fetched) > 10
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 33])
+def test_shares_cover_every_page_once(emulator: Emulator, blocks: int) -> None:
+    for seed in range(8):
+        rng = random.Random(seed)
+        rows = rng.choice([1, 2, 31, 32, 33, 100])
+        lens = [rng.choice([0, 0, -5, 1, 64, 65, 300, 999_999]) for _ in range(rows)]
+        width = 512  # rows beyond it count for no more
+        under_test = LayerUnderTest(layer(rng, 8, 64, 0.0, FLOOR), CPU)
+        case = make_case(rng, under_test, [0])
+        _, shares = emulator.prefetch(
+            torch.zeros(rows, width), torch.zeros((1, 8), dtype=torch.int32), ints([0] * rows),
+            ints(lens), ints([-1] * rows), case.thresholds, case.enabled,
+            case.fused_layer(FLOOR, 8), most=1, rows_per_unit=0, least=0, blocks=blocks, scoring=1,
+            fetching=1,
+        )  # fmt: skip
+        pages = [(row, page) for row, n in enumerate(lens)
+                 for page in range(-(-min(max(n, 0), width) // 64))]  # fmt: skip
+        at = 0
+        for row, page, count in shares.tolist():
+            assert count in (len(pages) // blocks, -(-len(pages) // blocks))
+            if count:
+                assert pages[at] == (row, page)
+            at += count
+        assert at == len(pages)
