@@ -41,6 +41,7 @@ def test_every_op_has_the_protocols_signature(name: str, device: torch.device) -
         "name",
         "token_tile",
         "fused",
+        "fused_prefetch",
     }
     assert declared == set(OPS)
     for op in OPS:

@@ -77,6 +77,30 @@ class FusedRecall(Protocol):
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None: ...
 
 
+class FusedPrefetch(Protocol):
+    """A layer's prefetch in one launch; contracts are in `kernels/cuda/fetch_ahead.py`."""
+
+    def fetches_rows_of(self, layer: FusedLayer) -> bool: ...
+
+    def fetch_ahead(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        request_slots: Tensor,
+        thresholds: Tensor,
+        enabled: Tensor,
+        layer: FusedLayer,
+        host_slots: Tensor,
+        found: Tensor,
+        num_found: Tensor,
+        *,
+        rows_per_unit: int,
+        least: int,
+    ) -> None: ...
+
+
 class Kernels(Protocol):
     """Every op of one backend. Contracts are the docstrings in `kernels/reference`."""
 
@@ -93,6 +117,11 @@ class Kernels(Protocol):
     @property
     def fused(self) -> FusedRecall | None:
         """Lookup, free, allocate, recall and translate as one op, where the backend has it."""
+        ...
+
+    @property
+    def fused_prefetch(self) -> FusedPrefetch | None:
+        """Candidates, lookup, free, allocate and recall as one op, where the backend has it."""
         ...
 
     def encode_rows(self, latent: Tensor, rope: Tensor, fmt: RowFormat) -> Tensor: ...
@@ -261,14 +290,22 @@ def load_kernels(backend: str, device: torch.device) -> Kernels:
         op: getattr(importlib.import_module(f"echokv.kernels.{folder_of(chosen, op)}.{module}"), op)
         for op, module in OPS.items()
     }
-    fused = importlib.import_module("echokv.kernels.cuda.recall") if chosen == "cuda" else None
+    fused, ahead = (
+        importlib.import_module(f"echokv.kernels.cuda.{module}") if chosen == "cuda" else None
+        for module in ("recall", "fetch_ahead")
+    )
     tile = REFERENCE_TOKEN_TILE if chosen == "reference" else None
     logger.info("kernels: %s on %s (asked for: %s)", chosen, device, backend)
     if chosen == "cuda":
         rest = ", ".join(op for op in OPS if op not in CUDA_OPS)
         logger.info("kernels: CUDA C++ for %s, fused recall; Triton for %s",
                     ", ".join(CUDA_OPS), rest)  # fmt: skip
-    return cast(Kernels, SimpleNamespace(name=chosen, token_tile=tile, fused=fused, **functions))
+    return cast(
+        Kernels,
+        SimpleNamespace(
+            name=chosen, token_tile=tile, fused=fused, fused_prefetch=ahead, **functions
+        ),
+    )
 
 
 def auto_backend(device: torch.device) -> str:
@@ -296,8 +333,8 @@ def _load_cuda(device: torch.device) -> None:
     from echokv.kernels.cuda.launch import require_hopper
 
     require_hopper(device)
-    for op in CUDA_OPS:
-        module = importlib.import_module(f"echokv.kernels.cuda.{OPS[op]}")
+    for name in (*(OPS[op] for op in CUDA_OPS), "fetch_ahead"):
+        module = importlib.import_module(f"echokv.kernels.cuda.{name}")
         module.MODULE.load(device, module.KERNELS)
 
 
