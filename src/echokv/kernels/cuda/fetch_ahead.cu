@@ -31,6 +31,8 @@ struct Queue {
   u32 rows[QUEUE];
 };
 
+static_assert(sizeof(Queue) == 12 * 64, "fetch_ahead.py asks for this");
+
 // Absent rows that beat the prediction, not yet fetched; one warp's.
 struct Waiting {
   Queue* queue;
