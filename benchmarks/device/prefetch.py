@@ -36,7 +36,7 @@ from echokv.bench.report import environment
 from echokv.cache.batch import ForwardBatch
 from echokv.cache.manager import CacheManager
 from echokv.indexer.indexer import Indexer, Selection
-from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
+from echokv.indexer.prefetch import PrefetchBudget, Prefetcher, _Lists
 from echokv.indexer.threshold import Predictions
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
@@ -106,6 +106,7 @@ class World:
             self.kernels, self.manager, self.predictions, PrefetchBudget.of(self.fmt),
             tuple(range(sizes.layers)), sizes.topk,
         )  # fmt: skip
+        self.manager.state.clock.fill_(1000)
         self.plain = Indexer(self.kernels, pages, key_format, sizes.topk)
         self.ahead = Indexer(self.kernels, pages, key_format, sizes.topk, prefetcher)
         self.prefetcher = prefetcher
@@ -201,6 +202,9 @@ class Case:
             missing.append(absent)
         world.predictions.usefulness.fill_(1.0)
         world.predictions.enabled.fill_(1)
+        ready = world.manager._ready
+        if ready is not None:  # what was listed is no longer true
+            ready._in_order = [False] * world.sizes.layers
         world.manager.begin_step()
         return missing
 
@@ -231,8 +235,10 @@ class Case:
         state.host_to_device[owners.long()] = places
         state.device_to_host[places.long()] = owners
         state.device_free.fill_(0)
+        # Those of the contexts were selected lately, the others long ago.
+        steps = torch.randint(4, 40, (slots,), generator=generator, device=world.device)
+        steps[places[: resident.shape[0]].long()] %= 4
         floor = world.manager.state.floor
-        steps = torch.randint(1, 40, (slots,), generator=generator, device=world.device)
         state.priority.copy_((floor - 8 * steps).clamp(min=0))
 
     def check(self, results: list[tuple[Selection, Tensor]], missing: list[Tensor]) -> None:
@@ -365,9 +371,26 @@ def parts(case: Case) -> dict[str, float]:
         "select": lambda layer: world.plain.select(
             layer, case.query[layer], case.weights[layer], batch
         ),
-        "candidates": candidates,
-        "prefetch": lambda layer: world.manager.prefetch(layer, named[layer]),
     }
+    fused = world.prefetcher._fused
+    lists = [_Lists.empty(case.batch_size, most, world.device) for _ in every]
+
+    def fetch_ahead(layer: int) -> None:
+        target = world.manager.fused_layer(layer)
+        assert fused is not None and target is not None
+        fused.fetch_ahead(
+            scores[layer], batch.context_lens, batch.block_tables, batch.request_rows,
+            batch.request_slots, world.predictions.thresholds[layer],
+            world.predictions.enabled[layer], target, lists[layer].host_slots,
+            lists[layer].scores, lists[layer].counts, rows_per_unit=budget.rows_per_unit,
+            least=budget.least,
+        )  # fmt: skip
+
+    if fused is None:
+        works["candidates"] = candidates
+        works["prefetch"] = lambda layer: world.manager.prefetch(layer, named[layer])
+    else:
+        works["fetch_ahead"] = fetch_ahead
     found = {}
     for name, work in works.items():
         replay, _ = graph_of(lambda work=work: [work(layer) for layer in every], world.device)
@@ -376,6 +399,8 @@ def parts(case: Case) -> dict[str, float]:
             case.prepare(0.9, 0.9, 0.0, generator)
             for layer in every:
                 named[layer].copy_(candidates(layer))
+                lists[layer].host_slots.fill_(-1)
+                lists[layer].counts.zero_()
             times.append(microseconds(replay, world.flush) / world.sizes.layers)
         world.manager.end_step()
         found[name] = common.spread(times)["median"]

@@ -18,10 +18,12 @@ from tests.e2e.harness import (
     python_sources,
     tokens_of,
 )
+from tests.kernels.cuda_emulator import COMPILER, emulated_kernels
 
 from echokv.attention import sparse_mla
 from echokv.cache.manager import CacheManager
 from echokv.config import EngineConfig
+from echokv.engine import build
 from echokv.engine.build import EngineHooks
 from echokv.engine.engine import Engine
 from echokv.engine.sampling_params import SamplingParams
@@ -183,6 +185,20 @@ def test_hostile_budgets(
     hooks = EngineHooks(on_predictions=fill(-1e30), prefetch_budget=budget)
     stats = same(run(demo_model, hooks=hooks, device_pool_tokens=700), without)
     assert (min(moved(stats)) > 0) == (budget.least + budget.rows_per_unit > 0)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_the_fused_prefetch(
+    demo_model: Path,
+    without: tuple[list[list[int]], SelectionLog],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The CUDA sources on the CPU: one launch finds and fetches, hostile predictions included."""
+    monkeypatch.setattr(build, "load_kernels", lambda *_: emulated_kernels())
+    hooks = EngineHooks(on_predictions=scatter, prefetch_budget=HUGE)
+    stats = same(run(demo_model, hooks=hooks, device_pool_tokens=700), without)
+    assert min(moved(stats)) > 0
+    assert all(layer.evicted_rows > 0 for layer in stats.layers)
 
 
 def test_the_trained_model_prefetches_what_it_needs() -> None:

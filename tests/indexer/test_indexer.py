@@ -135,10 +135,13 @@ class BlockRecorder:
     def recalls_blocks(self, _batch: ForwardBatch) -> bool:
         return True
 
-    def rows_per_request(self, _batch: ForwardBatch) -> int:
-        return 0
+    def prepare(self, _batch: ForwardBatch) -> None:
+        return
 
-    def learn(self, _kth_scores: Tensor) -> None:
+    def start(self, _index_layer: int, _scores: Tensor, _batch: ForwardBatch) -> None:
+        return
+
+    def learn(self, _index_layer: int, _kth_scores: Tensor, _batch: ForwardBatch) -> None:
         return
 
     def recall_block(

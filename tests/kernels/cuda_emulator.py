@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echokv.kernels.cuda import index_scores, recall, topk
+from echokv.kernels.cuda import fetch_ahead, index_scores, recall, topk
 from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.fused_layer import FusedLayer
@@ -26,20 +26,8 @@ HERE = Path(__file__).parent
 TOPK_THREADS = 256
 TOPK_HELD = 1
 RECALL_THREADS = 64
+AHEAD_THREADS = 64
 RING_ENTRIES = index_scores.RING_ENTRIES
-
-
-class PrefetchRun(Arguments):
-    """See emulated.cc."""
-
-    _fields_ = (
-        ("contexts", index_scores.Contexts),
-        *((name, ctypes.c_void_p) for name in ("block_tables", "request_rows", "scores", "shares")),
-        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "fetching")),
-        ("prefetch", index_scores.PrefetchArguments),
-    )
-
-
 SHARED_BYTES = 4 * (2 * RECALL_THREADS // 32 + 8)
 """sizeof(RecallShared)."""
 
@@ -55,8 +43,20 @@ def emulator() -> "Emulator":
 
 def emulated_kernels() -> Any:
     """`Kernels` on the CPU: the emulated fused recall, and the reference for all else."""
-    reference = load_kernels("reference", torch.device("cpu"))
-    return SimpleNamespace(**(vars(reference) | {"name": "cuda", "fused": emulator()}))
+    ops = vars(load_kernels("reference", torch.device("cpu")))
+    ops |= {"name": "cuda", "fused": emulator(), "fused_prefetch": emulator()}
+    return SimpleNamespace(**ops)
+
+
+class PrefetchRun(Arguments):
+    """See emulated.cc."""
+
+    _fields_ = (
+        ("contexts", index_scores.Contexts),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "request_rows", "scores", "shares")),
+        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "fetching")),
+        ("prefetch", index_scores.PrefetchArguments),
+    )
 
 
 class Emulator:
@@ -67,8 +67,8 @@ class Emulator:
         subprocess.run(
             [str(COMPILER), "-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas",
              "-DECHOKV_EMULATE", f"-DTOPK_THREADS={TOPK_THREADS}",
-             f"-DTOPK_HELD={TOPK_HELD}",
-             f"-DRECALL_THREADS={RECALL_THREADS}", f"-DRING_ENTRIES={RING_ENTRIES}",
+             f"-DTOPK_HELD={TOPK_HELD}", f"-DRING_ENTRIES={RING_ENTRIES}",
+             f"-DRECALL_THREADS={RECALL_THREADS}", f"-DAHEAD_THREADS={AHEAD_THREADS}",
              f"-I{FOLDER}", f"-I{HERE}", "-shared", "-fPIC",
              str(HERE / "emulated.cc"), "-o", str(library)],
             check=True,
@@ -207,6 +207,34 @@ class Emulator:
             host_slots=host_slots, scores=found, counts=counts, layer=layer, arguments=prefetch
         )
         return found_here, shares
+
+    fetches_rows_of = staticmethod(fetch_ahead.fetches_rows_of)
+
+    def fetch_ahead(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        request_slots: Tensor,
+        thresholds: Tensor,
+        enabled: Tensor,
+        layer: FusedLayer,
+        host_slots: Tensor,
+        found: Tensor,
+        num_found: Tensor,
+        *,
+        rows_per_unit: int,
+        least: int,
+        blocks: int = 3,
+    ) -> None:
+        """`fetch_ahead`."""
+        arguments = fetch_ahead.ahead_arguments(
+            scores, context_lens, block_tables, request_rows, request_slots, thresholds, enabled,
+            layer, host_slots, found, num_found, rows_per_unit, least,
+        )  # fmt: skip
+        shared = AHEAD_THREADS // 32 * fetch_ahead.QUEUE_BYTES
+        self._library.run_fetch_ahead(blocks, shared, self._next(), ctypes.byref(arguments))
 
     def fetch_late(self, prefetch: index_scores.Prefetch) -> None:
         """`fetch_late`."""

@@ -60,7 +60,15 @@ static void kernel(const Arguments& a) {
 }
 }  // namespace prefetching
 
+namespace ahead {
+#include "fetch_ahead.cu"
+}
+
 extern "C" {
+void run_fetch_ahead(u32 blocks, u32 shared, u32 seed, const ahead::AheadArguments* arguments) {
+  emulated::launch(blocks, 1, AHEAD_THREADS, 1, shared, seed,
+                   [=] { ahead::fetch_ahead(*arguments); });
+}
 void run_prefetch(u32 blocks, u32 seed, const prefetching::Arguments* a) {
   emulated::launch(blocks, 1, (a->scoring + 1 + a->fetching) * WARP, 1,
                    (a->scoring + a->fetching) * sizeof(Ring), seed, [=] { prefetching::kernel(*a); });

@@ -5,10 +5,15 @@ from pathlib import Path
 import pytest
 
 from echokv.errors import KernelUnavailable
-from echokv.kernels.cuda import build, index_scores, recall, topk
+from echokv.kernels.cuda import build, fetch_ahead, index_scores, recall, topk
 from echokv.kernels.cuda.launch import MAX_SHARED_BYTES
 
-SOURCES = {"topk": topk, "recall": recall, "index_scores": index_scores}
+SOURCES = {
+    "topk": topk,
+    "recall": recall,
+    "index_scores": index_scores,
+    "fetch_ahead": fetch_ahead,
+}
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -25,6 +30,15 @@ def test_as_many_blocks_are_resident_as_make_resident_waits_for() -> None:
     _, usage = build.compile_cubin("recall")
     registers = next(kernel.registers for kernel in usage if kernel.name == "make_resident")
     assert registers * recall.MODULE.threads * recall.BLOCKS_PER_SM <= 65536
+
+
+def test_fetch_ahead_fits_an_sm_beside_topk() -> None:
+    """Else the top-k would wait for copies that it is to run beside."""
+    registers = 0
+    for module in (topk, fetch_ahead):
+        (kernel,) = build.compile_cubin(module.MODULE.name)[1]
+        registers += -(-kernel.registers // 8) * 8 * module.MODULE.threads
+    assert registers <= 65536
 
 
 def test_index_scores_fit_the_shared_memory_of_a_block() -> None:

@@ -4,6 +4,8 @@ Knows the order of the ops and what protects what; the ops do the work. Device s
 outside one cache step.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from echokv.cache.ready import ReadyLists
 from echokv.cache.side_stream import SideStream
 from echokv.cache.state import CacheInvariantError, CacheState
 from echokv.errors import CapacityError
+from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.registry import Kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import DeviceSlots, HostSlots
@@ -197,7 +200,22 @@ class CacheManager:
             self._host_pool.rows[layer],
             self._device_pool.rows[layer],
         )
-        mine.note(layer, missing)
+        mine.note(layer, missing, counted=False)
+
+    def fused_layer(self, layer: int) -> FusedLayer | None:
+        """A layer as a fused prefetch takes it; None where the backend has no ready lists."""
+        if self._ready is None:
+            return None
+        return replace(self._ready.use(layer), totals=self._prefetched.totals[layer])
+
+    def note_prefetch(self, layer: int, host_slots: Tensor) -> None:
+        """Say what a fused prefetch has fetched, as the last thing of it on the side stream.
+
+        Args:
+            layer: decoder layer.
+            host_slots: [T, m] int32, distinct; negative for none.
+        """
+        self._prefetched.note(layer, host_slots.flatten(), counted=True)
 
     def _reserve(
         self,

@@ -34,22 +34,23 @@ class PrefetchedRows:
         self.totals = torch.zeros((layers, columns), dtype=torch.int64, device=device)
         self.useful = torch.zeros(layers, dtype=torch.int64, device=device)
         self._turn = 0
-        self._latest: tuple[int, Tensor, Tensor] | None = None
+        self._latest: tuple[int, Tensor, Tensor | None] | None = None
 
     @property
     def counts(self) -> Tensor:
         """[columns] int32: what the ops of the prefetch to come count; not those of the latest."""
         return self._counts[self._turn]
 
-    def note(self, layer: int, host_slots: Tensor) -> None:
-        """Remember what was just fetched and counted, and settle the prefetch before it.
+    def note(self, layer: int, host_slots: Tensor, *, counted: bool) -> None:
+        """Remember what was just fetched, and settle the prefetch before it.
 
         Args:
             layer: decoder layer.
-            host_slots: [M] int32, distinct, -1 padded.
+            host_slots: [M] int32, distinct; negative for none.
+            counted: whether the totals have it already; else `counts` has.
         """
         self.settle()
-        self._latest = layer, host_slots, self.counts
+        self._latest = layer, host_slots, None if counted else self.counts
         self._turn = 1 - self._turn
 
     def settle(self) -> None:
@@ -61,7 +62,8 @@ class PrefetchedRows:
             return
         layer, host_slots, counts = self._latest
         self._latest = None
-        self.totals[layer].add_(counts)
+        if counts is not None:
+            self.totals[layer].add_(counts)
         self._kernels.count_useful(
             HostSlots(host_slots),
             self._state.floor,

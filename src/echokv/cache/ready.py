@@ -109,7 +109,7 @@ class ReadyLists:
             scores: [T, k] float32.
         """
         device_slots = torch.empty_like(host_slots)
-        self._fused.make_resident(host_slots, scores, self._use(layer), device_slots)
+        self._fused.make_resident(host_slots, scores, self.use(layer), device_slots)
         return device_slots
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor) -> None:
@@ -120,10 +120,10 @@ class ReadyLists:
             host_slots: [T] int32.
             rows: [T, row_bytes] uint8.
         """
-        self._fused.append_rows(host_slots, rows, self._use(layer))
+        self._fused.append_rows(host_slots, rows, self.use(layer))
 
-    def _use(self, index: int) -> FusedLayer:
-        """A layer as the ops take it, who take names off its list."""
+    def use(self, index: int) -> FusedLayer:
+        """A layer as ops take it that take names off its list."""
         self._in_order[index] = False
         state = self._state.layer(index)
         return FusedLayer(

@@ -169,6 +169,10 @@ class Indexer:
         rows: slice,
     ) -> Selection:
         request_rows, context_lens = batch.request_rows[rows], batch.context_lens[rows]
+        # Scores that are made in pieces are those of prefill, or of contexts without end.
+        prefetcher = self._prefetcher if request_rows.shape[0] == batch.num_tokens else None
+        if prefetcher is not None:
+            prefetcher.prepare(batch)
         scheduled = self._kernels.scheduled_scores
         keys = (self._pages[index_layer], self._fmt)
         if scheduled is not None:
@@ -185,12 +189,11 @@ class Indexer:
                 context_lens,
                 batch.max_context_len,
             )  # [t, W]
-        prefetcher = self._prefetcher if scores.shape[0] == batch.num_tokens else None
-        if prefetcher is not None and prefetcher.rows_per_request(batch):
+        if prefetcher is not None:
             prefetcher.start(index_layer, scores, batch)
         positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
         if prefetcher is not None:
-            prefetcher.learn(kth_scores)
+            prefetcher.learn(index_layer, kth_scores, batch)
         slots, selected = self._kernels.name_rows(
             positions, scores, request_rows, batch.block_tables
         )

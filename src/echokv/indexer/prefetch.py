@@ -10,15 +10,16 @@ on the side stream while the next block is scored. docs/prefetch.md has both pro
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch, fits_at_once
 from echokv.cache.manager import CacheManager
 from echokv.indexer.threshold import Predictions
 from echokv.kernels.prefetch_args import row_budget
-from echokv.kernels.registry import Kernels
+from echokv.kernels.registry import FusedPrefetch, Kernels
 from echokv.memory.formats import RowFormat
-from echokv.memory.slots import HostSlots
+from echokv.memory.slots import NO_SLOT, HostSlots
 
 ROW_BYTES_PER_TOKEN = 1.64
 """Bytes that PCIe moves while the indexer reads one token's key: 0.0025 rows of 656 B, 0.0014 of
@@ -47,13 +48,21 @@ class PrefetchBudget:
 
 
 @dataclass(frozen=True)
-class _Started:
-    """Candidates of one layer, until the true k-th scores are known."""
+class _Lists:
+    """What one layer's prefetch finds."""
 
-    index_layer: int
-    request_slots: Tensor  # [T]
-    scores: Tensor  # [T, most]
-    counts: Tensor  # [T]
+    host_slots: Tensor  # [T, most] int32: fetched ones; negative elsewhere
+    scores: Tensor  # [T, most] float32, of the candidates
+    counts: Tensor  # [T] int32: candidates
+
+    @classmethod
+    def empty(cls, rows: int, most: int, device: torch.device) -> "_Lists":
+        """Nothing found."""
+        return cls(
+            torch.full((rows, most), NO_SLOT, dtype=torch.int32, device=device),
+            torch.empty((rows, most), dtype=torch.float32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+        )
 
 
 class Prefetcher:
@@ -84,7 +93,12 @@ class Prefetcher:
         self._budget = budget
         self._index_layers = index_layers
         self._topk = topk
-        self._started: _Started | None = None
+        self._most = 0  # columns of this pass's lists; 0: it has none
+        self._lists: _Lists | None = None  # of the layer whose scores are being made or used
+        self._fused = kernels.fused_prefetch
+        layer = cache.fused_layer(0)
+        if layer is None or self._fused is None or not self._fused.fetches_rows_of(layer):
+            self._fused = None
 
     def rows_per_request(self, batch: ForwardBatch) -> int:
         """Columns of candidates in this pass, from what is known before it runs; 0: no prefetch.
@@ -128,51 +142,100 @@ class Prefetcher:
             max_distinct=batch.num_context_rows,
         )
 
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Make room for what one layer's prefetch will find; before the layer's scores are made.
+
+        Without this call `start` and `learn` do nothing; nor do they where nothing may be fetched.
+
+        Args:
+            batch: any pass.
+        """
+        self._most, rows = self.rows_per_request(batch), batch.num_real_tokens
+        if self._most > 0 and self._fused is not None:
+            with self._cache.side.fork():
+                self._lists = _Lists.empty(rows, self._most, self.predictions.thresholds.device)
+
     def start(self, index_layer: int, scores: Tensor, batch: ForwardBatch) -> None:
         """Begin to fetch what the predictions name, on the side stream.
 
         Args:
             index_layer: place among the layers that have an indexer.
             scores: [T, W] float32 of all rows of the pass.
-            batch: a pass for which `rows_per_request` isn't 0.
+            batch: the pass that was prepared for.
         """
-        assert batch.request_slots is not None
-        layer, real = self._index_layers[index_layer], batch.num_real_tokens
-        request_slots = batch.request_slots[:real]
+        if self._most == 0:
+            return
         with self._cache.side.fork(scores):
-            host_slots, found, counts = self._kernels.prefetch_candidates(
-                scores[:real],
-                batch.context_lens[:real],
-                batch.block_tables,
-                batch.request_rows[:real],
-                request_slots,
-                self.predictions.thresholds[index_layer],
-                self.predictions.enabled[index_layer],
-                self._cache.state.host_to_device[layer],
-                most=self.rows_per_request(batch),
-                rows_per_unit=self._budget.rows_per_unit,
-                least=self._budget.least,
-            )
-            self._cache.prefetch(layer, HostSlots(host_slots))
-        self._started = _Started(index_layer, request_slots, found, counts)
+            if self._fused is None:
+                self._lists = self._fetch(index_layer, scores, batch)
+            else:
+                self._fetch_fused(self._fused, index_layer, scores, batch)
 
-    def learn(self, kth_scores: Tensor) -> None:
-        """Compare the predictions of the layer that was started with the truth; does nothing else.
+    def _fetch(self, index_layer: int, scores: Tensor, batch: ForwardBatch) -> _Lists:
+        """Op by op."""
+        layer, real = self._index_layers[index_layer], batch.num_real_tokens
+        assert batch.request_slots is not None
+        found = self._kernels.prefetch_candidates(
+            scores[:real],
+            batch.context_lens[:real],
+            batch.block_tables,
+            batch.request_rows[:real],
+            batch.request_slots[:real],
+            self.predictions.thresholds[index_layer],
+            self.predictions.enabled[index_layer],
+            self._cache.state.host_to_device[layer],
+            most=self._most,
+            rows_per_unit=self._budget.rows_per_unit,
+            least=self._budget.least,
+        )
+        lists = _Lists(*found)
+        self._cache.prefetch(layer, HostSlots(lists.host_slots))
+        return lists
+
+    def _fetch_fused(
+        self, fused: FusedPrefetch, index_layer: int, scores: Tensor, batch: ForwardBatch
+    ) -> None:
+        """In one launch."""
+        layer, real, lists = self._index_layers[index_layer], batch.num_real_tokens, self._lists
+        target = self._cache.fused_layer(layer)
+        assert lists is not None and target is not None and batch.request_slots is not None
+        fused.fetch_ahead(
+            scores[:real],
+            batch.context_lens[:real],
+            batch.block_tables,
+            batch.request_rows[:real],
+            batch.request_slots[:real],
+            self.predictions.thresholds[index_layer],
+            self.predictions.enabled[index_layer],
+            target,
+            lists.host_slots,
+            lists.scores,
+            lists.counts,
+            rows_per_unit=self._budget.rows_per_unit,
+            least=self._budget.least,
+        )
+        self._cache.note_prefetch(layer, lists.host_slots)
+
+    def learn(self, index_layer: int, kth_scores: Tensor, batch: ForwardBatch) -> None:
+        """Compare the predictions of the layer that was started with the truth.
 
         Args:
+            index_layer: place among the layers that have an indexer.
             kth_scores: [T] float32 of all rows of the pass.
+            batch: the pass.
         """
-        started, self._started = self._started, None
-        if started is None:
+        lists, self._lists = self._lists, None
+        if lists is None:
             return
-        layer = started.index_layer
+        real = batch.num_real_tokens
+        assert batch.request_slots is not None
         with self._cache.side.fork(kth_scores):
             self._kernels.update_thresholds(
-                started.request_slots,
-                kth_scores[: started.request_slots.shape[0]],
-                started.scores,
-                started.counts,
-                self.predictions.thresholds[layer],
-                self.predictions.usefulness[layer],
-                self.predictions.enabled[layer],
+                batch.request_slots[:real],
+                kth_scores[:real],
+                lists.scores,
+                lists.counts,
+                self.predictions.thresholds[index_layer],
+                self.predictions.usefulness[index_layer],
+                self.predictions.enabled[index_layer],
             )

@@ -193,6 +193,30 @@ class ModelKernels(Protocol):
     def wide_linear(self, x: Tensor, weight: Tensor, factor: float) -> Tensor: ...
 
 
+class FusedPrefetch(Protocol):
+    """A layer's prefetch in one launch; contracts are in `kernels/cuda/fetch_ahead.py`."""
+
+    def fetches_rows_of(self, layer: FusedLayer) -> bool: ...
+
+    def fetch_ahead(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        request_slots: Tensor,
+        thresholds: Tensor,
+        enabled: Tensor,
+        layer: FusedLayer,
+        host_slots: Tensor,
+        found: Tensor,
+        num_found: Tensor,
+        *,
+        rows_per_unit: int,
+        least: int,
+    ) -> None: ...
+
+
 class Kernels(Fp8Kernels, ModelKernels, Protocol):
     """Every op of one backend. Contracts are the docstrings in `kernels/reference`."""
 
@@ -209,6 +233,11 @@ class Kernels(Fp8Kernels, ModelKernels, Protocol):
     @property
     def fused(self) -> FusedRecall | None:
         """Lookup, free, allocate, recall and translate as one op, where the backend has it."""
+        ...
+
+    @property
+    def fused_prefetch(self) -> FusedPrefetch | None:
+        """Candidates, lookup, free, allocate and recall as one op, where the backend has it."""
         ...
 
     @property
@@ -409,7 +438,10 @@ def load_kernels(
         op: getattr(importlib.import_module(f"echokv.kernels.{folder_of(chosen, op)}.{module}"), op)
         for op, module in OPS.items()
     }
-    fused = importlib.import_module("echokv.kernels.cuda.recall") if chosen == "cuda" else None
+    fused, ahead = (
+        importlib.import_module(f"echokv.kernels.cuda.{module}") if chosen == "cuda" else None
+        for module in ("recall", "fetch_ahead")
+    )
     tile = REFERENCE_TOKEN_TILE if chosen == "reference" else None
     logger.info("kernels: %s on %s (asked for: %s)", chosen, device, backend)
     if chosen == "cuda":
@@ -420,6 +452,7 @@ def load_kernels(
         name=chosen,
         token_tile=tile,
         fused=fused,
+        fused_prefetch=ahead,
         decode_mla=None,
         scheduled_scores=None,
         **functions,
@@ -474,8 +507,8 @@ def _load_cuda(device: torch.device) -> None:
     from echokv.kernels.cuda.launch import require_hopper
 
     require_hopper(device)
-    for op in CUDA_OPS:
-        module = importlib.import_module(f"echokv.kernels.cuda.{OPS[op]}")
+    for name in (*(OPS[op] for op in CUDA_OPS), "fetch_ahead"):
+        module = importlib.import_module(f"echokv.kernels.cuda.{name}")
         module.MODULE.load(device, module.KERNELS)
 
 

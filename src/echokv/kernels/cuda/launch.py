@@ -98,16 +98,13 @@ class CudaModule:
             stream = torch.cuda.current_stream().cuda_stream
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             address = ctypes.addressof(parameters)
-            if cluster == 1 and not early:
-                (error,) = driver.cuLaunchKernel(
-                    function, blocks, blocks_y, 1, self.threads, 1, 1, shared_bytes, stream,
-                    address, 0,
-                )  # fmt: skip
-            else:
-                config = _config(driver, (blocks, blocks_y, self.threads), shared_bytes, stream)
-                config.attrs = _attributes(driver, cluster, early)
-                config.numAttrs = len(config.attrs)
-                (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = blocks, blocks_y, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+            config.sharedMemBytes, config.hStream = shared_bytes, stream
+            config.attrs = _attributes(driver, cluster, early)
+            config.numAttrs = len(config.attrs)
+            (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"launching {kernel} of {self.name}.cu: {_reason(driver, error)}")
 
@@ -126,30 +123,21 @@ def require_hopper(device: torch.device) -> None:
         )
 
 
-def _config(driver, sizes: tuple[int, int, int], shared_bytes: int, stream: int):
-    blocks, blocks_y, threads = sizes
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, blocks_y, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared_bytes, stream
-    return config
-
-
 def _attributes(driver, cluster: int, early: bool) -> list:
     names = driver.CUlaunchAttributeID
-    found = []
-    if cluster != 1:
+    attributes = []
+    if cluster > 1:
         attribute = driver.CUlaunchAttribute()
         attribute.id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         attribute.value.clusterDim.x = cluster
         attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
-        found.append(attribute)
+        attributes.append(attribute)
     if early:
         attribute = driver.CUlaunchAttribute()
         attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        found.append(attribute)
-    return found
+        attributes.append(attribute)
+    return attributes
 
 
 def _require(error, what: str) -> None:
