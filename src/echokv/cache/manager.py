@@ -62,9 +62,9 @@ class CacheManager:
         self._selecting = torch.zeros(5, dtype=torch.int32, device=device)
         self._appending = torch.zeros(5, dtype=torch.int32, device=device)
         self._ignored = torch.zeros(1, dtype=torch.int32, device=device)
-        self._prefetched = PrefetchedRows(kernels, self.state, self._totals.shape[1])
         self.side = SideStream(device)
         """Where `prefetch` may run: whatever else touches the cache waits for it first."""
+        self._prefetched = PrefetchedRows(kernels, self.state, self.side, self._totals.shape[1])
 
     @property
     def capacity(self) -> int:
@@ -96,7 +96,7 @@ class CacheManager:
     def end_step(self) -> None:
         """See `KVCache`."""
         self.side.join()
-        self._prefetched.settle()
+        self.side.catch_up()
         if self._ready is not None:
             self._ready.end_step()
 
@@ -188,6 +188,7 @@ class CacheManager:
             CapacityError: more entries than the device pool has slots.
         """
         self._require_room(f"prefetching {host_slots.numel()} rows", host_slots.numel())
+        self.side.catch_up()
         mine, wanted = self._prefetched, HostSlots(host_slots.flatten())
         counts, priorities = mine.counts, mine.unranked[: wanted.shape[0]]
         missing = self._reserve(

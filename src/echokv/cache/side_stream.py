@@ -3,7 +3,7 @@
 Knows streams only. On the CPU everything runs where it stands.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ import torch
 class SideStream:
     """One second stream of a device, and whether it has work that the main one hasn't waited for.
 
-    Both calls may be captured into a graph; what is forked must be joined before the capture ends.
+    All calls may be captured into a graph; what is forked must be joined before the capture ends.
 
     Args:
         device: where the work runs.
@@ -23,29 +23,45 @@ class SideStream:
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
         self._kept: list[object] = []
+        self._later: list[Callable[[], None]] = []
         self._busy = False
 
     @contextmanager
     def fork(self, *keep: object) -> Iterator[None]:
         """Run the block on the side stream, after all that the current one has been given so far.
 
+        What was put off by `later` comes first.
+
         Args:
             keep: tensors made on the current stream that the block reads: held until `join`, so
                 that their memory isn't given to others meanwhile.
         """
         if self._stream is None:
+            self.catch_up()
             yield
             return
         self._kept += keep
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._busy = True
         with torch.cuda.stream(self._stream):
+            self.catch_up()
             yield
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Put work off until the next fork: nobody waits for it in this step."""
+        self._later.append(work)
+
+    def catch_up(self) -> None:
+        """Do now, on the current stream, what was put off."""
+        work, self._later = self._later, []
+        for one in work:
+            one()
+        self._kept += work  # and what they read
 
     def join(self) -> None:
         """Make the current stream wait for the side stream, if anything was forked since."""
         if self._busy:
             assert self._stream is not None
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-            self._busy = False
-            self._kept.clear()
+        self._busy = False
+        self._kept.clear()

@@ -151,8 +151,10 @@ class Prefetcher:
             batch: any pass.
         """
         self._most, rows = self.rows_per_request(batch), batch.num_real_tokens
-        if self._most > 0 and self._fused is not None:
-            with self._cache.side.fork():
+        if self._most == 0:
+            return
+        with self._cache.side.fork():
+            if self._fused is not None:
                 self._lists = _Lists.empty(rows, self._most, self.predictions.thresholds.device)
 
     def start(self, index_layer: int, scores: Tensor, batch: ForwardBatch) -> None:
@@ -227,15 +229,17 @@ class Prefetcher:
         lists, self._lists = self._lists, None
         if lists is None:
             return
-        real = batch.num_real_tokens
-        assert batch.request_slots is not None
-        with self._cache.side.fork(kth_scores):
-            self._kernels.update_thresholds(
-                batch.request_slots[:real],
+        real, slots = batch.num_real_tokens, batch.request_slots
+        assert slots is not None
+        predictions = self.predictions
+        self._cache.side.later(
+            lambda: self._kernels.update_thresholds(
+                slots[:real],
                 kth_scores[:real],
                 lists.scores,
                 lists.counts,
-                self.predictions.thresholds[index_layer],
-                self.predictions.usefulness[index_layer],
-                self.predictions.enabled[index_layer],
+                predictions.thresholds[index_layer],
+                predictions.usefulness[index_layer],
+                predictions.enabled[index_layer],
             )
+        )
