@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echokv.bench import quality
-from echokv.bench.quality import Answers, Variant, run_quality
+from echokv.bench.quality import Answers, run_quality
 from echokv.bench.quality_report import plot_quality, render_quality, render_tasks
 from echokv.bench.quality_tasks import Instance, document_instances, task_instances
 from echokv.config import EngineConfig
@@ -60,16 +60,25 @@ def test_a_small_run(small_model: Path, tmp_path: Path) -> None:
     json.dumps(result)
 
 
-def test_one_other_token_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(_config: EngineConfig, group: list[Instance], variant: Variant) -> Answers:
-        tokens = [(1, 2, 3)] * len(group)
-        if variant.fraction == Fraction(1, 4) and len(group) == 1:
+def test_workers_give_the_same_answers(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, pools = EngineConfig(model=str(small_model)), [Fraction(1, 4)]
+    monkeypatch.setattr(quality, "_QUESTIONS_A_JOB", 1)
+    alone, shared = (
+        run_quality(config, INSTANCES, pools, ["clo-like"], workers=count) for count in (1, 2)
+    )
+    assert shared == alone
+
+
+def test_one_other_token_is_a_failure(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(job: quality._Job) -> Answers:
+        tokens = [(1, 2, 3)] * len(job.questions)
+        if job.variant.fraction == Fraction(1, 4) and len(job.questions) == 1:
             tokens = [(1, 2, 4)]
-        return Answers(tokens=tokens, texts=[" right\n"] * len(group))
+        return Answers(tokens=tokens, texts=[" right\n"] * len(job.questions))
 
     monkeypatch.setattr(quality, "ask", ask)
     pools = [Fraction(1, 2), Fraction(1, 4)]
-    result = run_quality(EngineConfig(model="none"), INSTANCES, pools, [])
+    result = run_quality(EngineConfig(model=str(small_model)), INSTANCES, pools, [])
     assert result["lossless"] is False
     rows: list[dict[str, Any]] = result["groups"][1]["rows"]
     assert [row["identical"] for row in rows] == [1, 1, 0]

@@ -48,6 +48,9 @@ def test_no_flags_give_the_defaults() -> None:
 ENGINE_CASES: list[tuple[list[str], dict[str, Any]]] = [
     (["--served-model-name", "m"], {"served_model_name": "m"}),
     (["--backend", "triton"], {"backend": "triton"}),
+    (["--attention-kernel", "flashmla"], {"attention_kernel": "flashmla"}),
+    (["--gemm-kernel", "torch"], {"gemm_kernel": "torch"}),
+    (["--indexer-kernel", "deepgemm"], {"indexer_kernel": "deepgemm"}),
     (["--device", "cpu"], {"device": "cpu"}),
     (["--dtype", "bfloat16"], {"dtype": "bfloat16"}),
     (["--kv-cache-dtype", "fp8_ds_mla"], {"kv_cache_dtype": "fp8_ds_mla"}),

@@ -16,6 +16,10 @@ from echokv.kernels.registry import Kernels
 from echokv.memory.formats import RowFormat
 from echokv.memory.slots import DeviceSlots, HostSlots
 
+RECALL_BESIDE = True
+"""Whether a decode step's rows are recalled on a stream of their own, beside the products that its
+query still needs; False recalls them where attention asks."""
+
 
 def fits_at_once(num_tokens: int, topk: int, context_rows: int, capacity: int) -> bool:
     """Whether all that a pass may select surely fits the device pool beside its new rows.
@@ -79,7 +83,7 @@ class SparseAttention:
         self._scale = scale
         self._topk = topk
         device = cache.rows(0).device
-        beside = device.type == "cuda" and cache.recalls
+        beside = RECALL_BESIDE and device.type == "cuda" and cache.recalls
         # A high priority: its blocks are few, and a product's would keep them waiting.
         self._stream = torch.cuda.Stream(device, priority=-1) if beside else None
         self._recalled: DeviceSlots | None = None

@@ -5,8 +5,10 @@ offloaded variants must give the resident variant's tokens, every one of them.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +23,11 @@ from echokv.indexer.indexer import Indexer
 from echokv.log import progress
 from echokv.memory.slots import BLOCK_TOKENS
 from echokv.models.deepseek_v32 import DeepseekV32
+
+_QUESTIONS_A_JOB = 4
+"""Of a worker; an engine's start costs about as much as one."""
+
+_Key = tuple[str, str]  # length and variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +46,31 @@ class Variant:
 
 @dataclass
 class Answers:
-    """What one variant answered in one group."""
+    """What one variant answered in one group, or in a part of it."""
 
-    tokens: list[tuple[int, ...]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    tokens: list[tuple[int, ...]]
+    texts: list[str]
     device_slots: int = 0
-    hit_rate: float = 1.0
-    overlap: float | None = None  # lossy: share of the exact selections that the guesses had
+    selected: int = 0  # rows, over all layers and steps
+    recalled: int = 0  # of them
+    wanted: int = 0  # lossy: rows of the exact selections
+    found: int = 0  # of them, those that the guesses had
+
+    def extend(self, more: "Answers") -> None:
+        """Append what the same variant answered in the next part of the group."""
+        self.tokens += more.tokens
+        self.texts += more.texts
+        for count in ("selected", "recalled", "wanted", "found"):
+            setattr(self, count, getattr(self, count) + getattr(more, count))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A variant's share of a group's questions."""
+
+    config: EngineConfig
+    questions: tuple[Instance, ...]
+    variant: Variant
 
 
 def variants(fractions: Sequence[Fraction], lossy: Sequence[str]) -> list[Variant]:
@@ -62,6 +87,8 @@ def run_quality(
     instances: Sequence[Instance],
     fractions: Sequence[Fraction],
     lossy: Sequence[str] = tuple(LOSSY),
+    *,
+    workers: int = 1,
 ) -> dict[str, Any]:
     """Ask every instance of every variant, ready for JSON.
 
@@ -73,6 +100,7 @@ def run_quality(
         instances: grouped by their `length`, in order of first appearance.
         fractions: device pools, as shares of the longest context of a group.
         lossy: names of LOSSY.
+        workers: processes that share the groups and variants; each loads the model.
 
     Returns:
         `groups`, each with `rows`, one a variant; `lossless`: whether every offloaded row has
@@ -82,14 +110,15 @@ def run_quality(
     for instance in instances:
         groups.setdefault(instance.length, []).append(instance)
     chosen = variants(fractions, lossy)
-    jobs = [(group, variant) for group in groups.values() for variant in chosen]
-    answers = [
-        ask(config, group, variant)
-        for group, variant in progress(jobs, total=len(jobs), what="quality", unit="run")
-    ]
+    jobs = {
+        (length, variant.name): _jobs(config, group, variant, workers)
+        for length, group in groups.items()
+        for variant in chosen
+    }
+    answers = _ask_all(jobs, workers)
     results: list[dict[str, Any]] = []
-    for place, (length, group) in enumerate(groups.items()):
-        mine = answers[place * len(chosen) : (place + 1) * len(chosen)]
+    for length, group in groups.items():
+        mine = [answers[length, variant.name] for variant in chosen]
         results.append(
             {
                 "length": length,
@@ -109,32 +138,76 @@ def run_quality(
     }
 
 
-def ask(config: EngineConfig, group: Sequence[Instance], variant: Variant) -> Answers:
-    """Run one group through one variant."""
+def _jobs(
+    config: EngineConfig, group: Sequence[Instance], variant: Variant, workers: int
+) -> list[_Job]:
+    """One job; or as many as keep workers busy to the end, for requests come one at a time."""
+    part = len(group) if workers == 1 else _QUESTIONS_A_JOB
+    config = _config(config, group, variant)
+    return [
+        _Job(config, tuple(group[start : start + part]), variant)
+        for start in range(0, len(group), part)
+    ]
+
+
+def _ask_all(jobs: dict[_Key, list[_Job]], workers: int) -> dict[_Key, Answers]:
+    flat = [(key, job) for key, parts in jobs.items() for job in parts]
+    answers: dict[_Key, Answers] = {}
+    asked = _in_order([job for _, job in flat], workers)
+    for (key, _), part in zip(
+        flat, progress(asked, total=len(flat), what="quality", unit="run"), strict=True
+    ):
+        if key in answers:
+            answers[key].extend(part)
+        else:
+            answers[key] = part
+    return answers
+
+
+def _in_order(jobs: Sequence[_Job], workers: int) -> Iterator[Answers]:
+    if workers == 1:
+        yield from map(ask, jobs)
+        return
+    context = multiprocessing.get_context("spawn")  # a forked process can't use CUDA
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        # The longest first, so that the last to finish is a short one.
+        order = sorted(range(len(jobs)), key=lambda place: -_cost(jobs[place]))
+        futures = {place: pool.submit(ask, jobs[place]) for place in order}
+        yield from (futures[place].result() for place in range(len(jobs)))
+
+
+def _cost(job: _Job) -> float:
+    """Roughly: tokens, times the pieces that a small pool cuts passes into."""
+    tokens = sum(one.total_tokens for one in job.questions)
+    return tokens * (1.0 + (1 / job.variant.fraction if job.variant.fraction else 0))
+
+
+def ask(job: _Job) -> Answers:
+    """Ask some questions of one variant."""
     selectors: list[LossySelector] = []
+    variant, group = job.variant, job.questions
     engine = Engine(
-        _config(config, group, variant),
+        job.config,
         hooks=EngineHooks(selector=_selector(variant, selectors) if variant.lossy else None),
     )
     answers = Answers(
         tokens=[()] * len(group), texts=[""] * len(group), device_slots=engine.cache.capacity
     )
-    jobs = [
+    prompts = [
         (one.prompt_token_ids, SamplingParams(temperature=0, max_tokens=one.max_tokens))
         for one in group
     ]
     try:
-        for index, output in drive(engine, jobs, name="quality"):
+        for index, output in drive(engine, prompts, name="quality"):
             answers.tokens[index] += output.token_ids
             answers.texts[index] += output.text
         layers = engine.stats().layers
     finally:
         engine.close()
-    selected = sum(layer.selected_rows for layer in layers)
-    recalled = sum(layer.recalled_rows for layer in layers)
-    answers.hit_rate = 1.0 - recalled / selected if selected else 1.0
-    for selector in selectors:
-        answers.overlap = selector.found / selector.wanted if selector.wanted else None
+    answers.selected = sum(layer.selected_rows for layer in layers)
+    answers.recalled = sum(layer.recalled_rows for layer in layers)
+    answers.wanted = sum(selector.wanted for selector in selectors)
+    answers.found = sum(selector.found for selector in selectors)
     return answers
 
 
@@ -185,7 +258,13 @@ def _row(
         "exact_match": sum(right) / len(group),
         "exact_match_by_task": {task: sum(ok) / len(ok) for task, ok in by_task.items()},
         "identical": sum(same),
-        "hit_rate": answers.hit_rate if variant.kind == "offloaded" else None,
-        "overlap": answers.overlap,
+        "hit_rate": _share(answers.selected - answers.recalled, answers.selected)
+        if variant.kind == "offloaded"
+        else None,
+        "overlap": _share(answers.found, answers.wanted) if variant.lossy else None,
         "outputs": answers.texts,
     }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

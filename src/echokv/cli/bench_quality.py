@@ -50,6 +50,12 @@ def add_parser(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]"
     group.add_argument(
         "--task-seed", type=int, default=0, help="first instance's seed (default: %(default)s)"
     )
+    group.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="processes that ask at the same time, each with an engine (default: %(default)s)",
+    )
     group = parser.add_argument_group("variants")
     group.add_argument(
         "--pools",
@@ -62,6 +68,9 @@ def add_parser(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default="infinigen-like,freekv-like,clo-like",
         metavar="NAME,...",
         help="lossy selectors; empty for none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--code-commit", metavar="HASH", help="commit to report where there is no git"
     )
     parser.add_argument("--output-json", type=Path, metavar="PATH", help="write the result here")
     parser.add_argument(
@@ -84,8 +93,9 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in lossy if name not in LOSSY]
     if unknown:
         raise ConfigError(f"--lossy {unknown[0]!r} is not one of {', '.join(LOSSY)}")
-    if args.instances < 1:
-        raise ConfigError(f"--instances must be at least 1, got {args.instances}")
+    for flag in ("instances", "workers"):
+        if getattr(args, flag) < 1:
+            raise ConfigError(f"--{flag} must be at least 1, got {getattr(args, flag)}")
     tokenizer = Tokenizer.from_dir(config.model)
     instances = task_instances(
         [name for name in args.tasks.split(",") if name],
@@ -98,13 +108,15 @@ def run(args: argparse.Namespace) -> int:
         instances += document_instances(path, args.instances, tokenizer)
     if not instances:
         raise ConfigError("no questions: give --tasks and --lengths, or --documents")
-    result = quality.run_quality(config, instances, pools, lossy)
+    result = quality.run_quality(config, instances, pools, lossy, workers=args.workers)
     result["config"] = dataclasses.asdict(config)
     result["instances"] = [
         {"task": one.task, "length": one.length, "answer": one.answer} for one in instances
     ]
     tables = f"{quality_report.render_quality(result)}\n\n{quality_report.render_tasks(result)}\n"
     print(tables)
+    if args.code_commit:
+        result["commit"] = args.code_commit
     if args.output_json:
         report.write_json(args.output_json, result)
     if args.output_md:

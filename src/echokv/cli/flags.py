@@ -41,18 +41,18 @@ ENGINE_FLAGS = (
     Flag(
         names=("--attention-kernel",),
         field="attention_kernel",
-        help="attention of decode steps: auto, flashmla (Hopper, fp8_ds_mla rows) or triton",
+        help="attention of decode steps: auto, flashmla (Hopper, fp8_ds_mla rows) or backend",
     ),
     Flag(
         names=("--gemm-kernel",),
         field="gemm_kernel",
-        help="products with block-fp8 weights: auto, deepgemm (Hopper), triton, or torch, which"
+        help="products with block-fp8 weights: auto, deepgemm (Hopper), backend, or torch, which"
         " converts the weights to --dtype when they are loaded",
     ),
     Flag(
         names=("--indexer-kernel",),
         field="indexer_kernel",
-        help="index scores: auto, deepgemm (Hopper, fp8 keys) or triton",
+        help="index scores: auto, deepgemm (Hopper, fp8 keys) or backend",
     ),
     Flag(
         names=("--device",),

@@ -21,9 +21,19 @@ from echokv.memory.formats import IndexKeyFormat, RowFormat
 HOPPER = (9, 0)
 EXTRA = "pip install 'echokv[hopper]'"
 
-ATTENTION_KERNELS = ("auto", "flashmla", "triton")
-GEMM_KERNELS = ("auto", "deepgemm", "triton", "torch")
-INDEXER_KERNELS = ("auto", "deepgemm", "triton")
+OWN = "backend"
+"""The name by which a user asks for the backend's own kernel."""
+
+ATTENTION_KERNELS = ("auto", "flashmla", OWN)
+GEMM_KERNELS = ("auto", "deepgemm", OWN, "torch")
+INDEXER_KERNELS = ("auto", "deepgemm", OWN)
+
+AUTO = {"triton": ("attention", "indexer"), "cuda": ("attention",)}
+"""What `auto` gives to a library that can serve it, by backend. FlashMLA's decode is faster than
+our attention at every size measured, DeepGEMM's logits than the portable index scores; the CUDA
+backend's own equal them. DeepGEMM's products are not among them yet: they are faster for large
+weights, but each shape costs 2 to 6 s of compiling at the first start, and they have not been
+measured in the engine; `--gemm-kernel deepgemm` takes them."""
 
 FLASHMLA_LATENT, FLASHMLA_ROPE, FLASHMLA_HEADS = 512, 64, 128
 DEEPGEMM_INDEX_HEADS, DEEPGEMM_INDEX_DIM = (32, 64), 128
@@ -48,8 +58,8 @@ class LibraryRequest:
 class Choice:
     """Who serves one part of the work, and why no library does where none does."""
 
-    part: str  # attention, gemm or indexer
-    kernel: str
+    part: str  # attention (of decode steps), gemm or indexer
+    kernel: str  # a library's name, OWN or, for products, torch
     refusal: str | None  # why the library doesn't; None: it does, or ours was asked for
 
 
@@ -85,18 +95,17 @@ def _choose(
     flag = f"--{part}-kernel {asked}"
     if asked not in known:
         raise KernelUnavailable(f"{flag} is not one of {', '.join(known)}")
-    ours = "reference" if backend == "reference" else "triton"
     if asked not in ("auto", library):
-        if asked == "triton" != ours:
-            raise KernelUnavailable(f"{flag} contradicts --backend {backend}")
         return Choice(part=part, kernel=asked, refusal=None)
     if backend == "reference":
         refusal: str | None = "--backend reference has kernels of its own only"
+    elif asked == "auto" and part not in AUTO[backend]:
+        refusal = f"{library} only when asked for"
     else:
         refusal = _not_hopper(device) or refusal_of(request)
     if asked == library and refusal is not None:
         raise KernelUnavailable(f"{flag} can't be used: {refusal}")
-    return Choice(part=part, kernel=library if refusal is None else ours, refusal=refusal)
+    return Choice(part=part, kernel=library if refusal is None else OWN, refusal=refusal)
 
 
 def load_flash_mla() -> ModuleType:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from echokv.errors import KernelUnavailable
-from echokv.kernels.libraries import Choice, LibraryRequest, choose
+from echokv.kernels.libraries import OWN, Choice, LibraryRequest, choose
 from echokv.log import get_logger
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 
@@ -422,7 +422,8 @@ def load_kernels(
 def _take(kernels: SimpleNamespace, choice: Choice) -> None:
     """Put a library's kernels in the place of ours, and say who serves what."""
     why = "" if choice.refusal is None else f" ({choice.refusal})"
-    logger.info("kernels: %s by %s%s", choice.part, choice.kernel, why)
+    server = f"{kernels.name}'s own" if choice.kernel == OWN else choice.kernel
+    logger.info("kernels: %s by %s%s", choice.part, server, why)
     if choice.kernel == "flashmla":
         from echokv.kernels.flashmla.decode_mla import FlashMla
 

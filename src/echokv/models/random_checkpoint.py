@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from echokv.config import ModelConfig
+from echokv.models.block_fp8 import quantise_blocks
 from echokv.models.byte_tokenizer import BOS, EOS, PAD, TOKEN_IDS, VOCAB_SIZE, write_tokenizer
 from echokv.models.checkpoint import INDEX_FILE
 from echokv.models.matrices import Matrices
 from echokv.models.registry import build_model
-from echokv.models.weights import checkpoint_places
+from echokv.models.weights import SCALE_SUFFIX, checkpoint_places
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -77,6 +78,16 @@ BIAS_CHANNEL = 0
 _BIAS_CHANNEL_VALUE = 4.0
 
 
+FP8_MATRICES = tuple(
+    f"{name}.weight"
+    for name in (
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+)
+"""What DeepSeek stores in fp8: not embeddings, lm_head, norms, router and index heads' weights."""
+
+
 def write_random_checkpoint(
     path: str | Path, *, seed: int = 0, num_shards: int = 2, **config_overrides: Any
 ) -> Path:
@@ -115,6 +126,9 @@ def write_random_checkpoint(
 def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     """A seeded state dict in the checkpoint's names, shapes and dtypes.
 
+    With `quant_block_size` (a `quantization_config` in config.json) the matrices that DeepSeek's
+    checkpoints store in fp8 are in e4m3, each with its `weight_scale_inv`.
+
     Args:
         config: shapes; `torch_dtype` is the dtype of all but the router's correction bias.
         seed: of the generator.
@@ -127,7 +141,11 @@ def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
         value = torch.randn(place.shape, generator=generator)
         value = _scaled(name, value)
         keep_wide = name.endswith("e_score_correction_bias")
-        weights[name] = value if keep_wide else value.to(dtype)
+        if config.quant_block_size is not None and name.endswith(FP8_MATRICES):
+            weights[name], scales = quantise_blocks(value, config.quant_block_size)
+            weights[name + SCALE_SUFFIX] = scales
+        else:
+            weights[name] = value if keep_wide else value.to(dtype)
     return weights
 
 

@@ -108,6 +108,13 @@ def _check(
     block: tuple[int, int] | None,
     path: Path,
 ) -> None:
+    for name, place in places.items():
+        stored = found.get(name)
+        if place.dtype == torch.float8_e4m3fn and stored is not None and stored.dtype != FP8_DTYPE:
+            raise CheckpointError(
+                f"{stored.file}: {name} has dtype {stored.dtype}, the other experts {FP8_DTYPE};"
+                " echokv keeps a layer's experts in one dtype: use --gemm-kernel torch"
+            )
     missing = [name for name in places if name not in found]
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} tensors: {_some(missing)}")
@@ -119,11 +126,6 @@ def _check(
                 f" config.json asks for {list(place.shape)}"
             )
         _check_dtype(name, found, block)
-        if place.dtype == torch.float8_e4m3fn and info.dtype != FP8_DTYPE:
-            raise CheckpointError(
-                f"{info.file}: {name} has dtype {info.dtype}, the other experts are {FP8_DTYPE};"
-                " echokv keeps a layer's experts in one dtype: use --gemm-kernel torch"
-            )
     _check_rest({name: info for name, info in found.items() if name not in places}, found)
 
 

@@ -51,7 +51,8 @@ class DeepGemmScores:
         width = -(-score_width(max_context_len) // _WIDTH) * _WIDTH
         return ScoreSchedule(
             work=work,
-            tables=block_tables.index_select(0, request_rows),
+            # Blocks past a context are read with the last ones: they must exist.
+            tables=block_tables.index_select(0, request_rows).clamp_(min=0),
             context_lens=lens,
             width=width,
         )

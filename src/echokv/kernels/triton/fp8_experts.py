@@ -51,10 +51,8 @@ def expert_tiles(pairs: int, experts: int) -> tuple[Tiles, Tiles]:
     if pairs > 64 * experts:
         return MANY_ROWS_GATED, MANY_ROWS
     rows = 16 if pairs <= 16 * experts else 64
-    return (
-        Tiles(rows=rows, columns=64, stages=4),
-        Tiles(rows=rows, columns=64, stages=6),
-    )
+    tiles = Tiles(rows=rows, columns=64, swapped=True, quantised=rows > 16)
+    return tiles, tiles
 
 
 def group_by_expert(experts: Tensor, num_experts: int, rows: int) -> Groups:
@@ -71,11 +69,13 @@ def group_by_expert(experts: Tensor, num_experts: int, rows: int) -> Groups:
     groups = Groups(
         pairs=torch.empty(blocks * rows, dtype=torch.int32, device=experts.device),
         experts=torch.empty(blocks, dtype=torch.int32, device=experts.device),
+        places=torch.empty(pairs, dtype=torch.int32, device=experts.device),
     )
     _group_by_expert[(num_experts,)](
         experts,
         groups.pairs,
         groups.experts,
+        groups.places,
         pairs,
         blocks,
         num_experts,
@@ -86,13 +86,29 @@ def group_by_expert(experts: Tensor, num_experts: int, rows: int) -> Groups:
     return groups
 
 
-def combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """[T * k, H] expert outputs times [T, k] weights, summed in order: [T, H] float32."""
+def combine(outputs: Tensor, weights: Tensor, places: Tensor | None = None) -> Tensor:
+    """Expert outputs times weights, summed in the order of each token's choices.
+
+    Args:
+        outputs: [R, H], pair (t, i) in row t * k + i.
+        weights: [T, k] float32.
+        places: [T * k] int32 rows of the pairs, where they lie otherwise.
+
+    Returns:
+        [T, H] float32.
+    """
     tokens, choices = weights.shape
-    columns = outputs.shape[1]
+    columns = outputs.shape[-1]
     total = torch.empty(tokens, columns, dtype=torch.float32, device=outputs.device)
     _combine[(tokens, triton.cdiv(columns, _COMBINE_COLUMNS))](
-        outputs, weights, total, columns, choices, _COMBINE_COLUMNS
+        outputs,
+        weights,
+        total,
+        weights if places is None else places,
+        columns,
+        choices,
+        places is not None,
+        _COMBINE_COLUMNS,
     )
     return total
 
@@ -102,6 +118,7 @@ def _group_by_expert(
     experts,  # [pairs] int64
     grouped,  # [blocks * ROWS] int32 out
     block_experts,  # [blocks] int32 out
+    places,  # [pairs] int32 out: where in `grouped` each pair is
     pairs,
     blocks,
     num_experts,
@@ -132,6 +149,7 @@ def _group_by_expert(
         mine = (chosen == expert).to(tl.int32)
         place = first * ROWS + before + tl.cumsum(mine, axis=0) - mine
         tl.store(grouped + place, start + lane, mask=mine != 0)
+        tl.store(places + start + lane, place, mask=mine != 0)
         before += tl.sum(mine)
         start += CHUNK
     pad = count + tl.arange(0, ROWS)
@@ -151,11 +169,13 @@ def _group_by_expert(
 
 @triton.jit
 def _combine(
-    outputs,  # [T * k, columns]
+    outputs,  # [R, columns]
     weights,  # [T, k] fp32
     total,  # [T, columns] fp32 out
+    places,  # [T * k] where PLACED
     columns,
     CHOICES: tl.constexpr,
+    PLACED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Program (token, block of columns)."""
@@ -165,7 +185,10 @@ def _combine(
     acc = tl.zeros((COLUMNS,), tl.float32)
     for choice in tl.static_range(CHOICES):
         pair = token * CHOICES + choice
-        part = tl.load(outputs + pair * columns + column, mask=inside, other=0.0)
+        row = pair
+        if PLACED:
+            row = tl.load(places + pair).to(tl.int64)
+        part = tl.load(outputs + row * columns + column, mask=inside, other=0.0)
         acc += tl.load(weights + pair) * part.to(tl.float32)
     tl.store(total + token * columns + column, acc, mask=inside)
 
@@ -177,6 +200,7 @@ COMPILE_SIGNATURES = (
             "experts": "*i64",
             "grouped": "*i32",
             "block_experts": "*i32",
+            "places": "*i32",
             **dict.fromkeys(("pairs", "blocks", "num_experts"), "i32"),
             "BINS": 256,
             "ROWS": 16,
@@ -189,8 +213,10 @@ COMPILE_SIGNATURES = (
             "outputs": "*bf16",
             "weights": "*fp32",
             "total": "*fp32",
+            "places": "*i32",
             "columns": "i32:16",
             "CHOICES": 8,
+            "PLACED": True,
             "COLUMNS": _COMBINE_COLUMNS,
         },
     ),

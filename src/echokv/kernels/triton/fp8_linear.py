@@ -2,11 +2,20 @@
 
 from torch import Tensor
 
-from echokv.kernels.reference.fp8_linear import check_fp8_args
+from echokv.kernels.reference.fp8_linear import FP8_BLOCK, check_fp8_args
 from echokv.kernels.triton.fp8_product import MANY_ROWS, MANY_ROWS_GATED, Tiles, product
 
-_SMS = 132
-"""Programs wanted at least where the sum may be split: Hopper's multiprocessors."""
+_FEW_ROWS = 64
+"""Rows of x up to which memory sets the pace."""
+
+_PROGRAMS = 400
+"""Programs wanted where the sum may be split: about three for each of Hopper's multiprocessors."""
+
+_LEAST_STEPS = 7
+"""Blocks of 128 columns that a split has at least: below, its start costs more than it saves."""
+
+_LONG_SUM = 28
+"""Blocks from which a sum is split at all: adding the parts costs a launch."""
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -32,10 +41,16 @@ def _over_rows(x: Tensor, weight: Tensor, scale: Tensor, *, gated: bool) -> Tens
 
 def linear_tiles(rows: int, columns: int, width: int, *, gated: bool) -> Tiles:
     """Tiles of a product of so many rows of x with a weight [columns, width]."""
-    if rows > 64:
+    if rows > _FEW_ROWS:
         return MANY_ROWS_GATED if gated else MANY_ROWS
+    blocks, programs = width // FP8_BLOCK, -(-columns // 64) * (2 if gated else 1)
+    splits = 1
+    while (
+        blocks >= _LONG_SUM
+        and programs * splits < _PROGRAMS
+        and blocks % (2 * splits) == 0
+        and blocks // (2 * splits) >= _LEAST_STEPS
+    ):
+        splits *= 2
     height = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    for block in (64, 32, 16):
-        if columns // block >= _SMS:
-            break
-    return Tiles(rows=height, columns=block, stages=6)
+    return Tiles(rows=height, columns=64, splits=splits, swapped=True, quantised=rows > 16)

@@ -41,6 +41,7 @@ class Groups:
 
     pairs: Tensor  # [blocks * rows of a tile] int32: row of the output; past the last for padding
     experts: Tensor  # [blocks] int32; -1 for a block that is not needed
+    places: Tensor  # [R] int32: where in `pairs` each row is
 
 
 def product(
@@ -65,17 +66,18 @@ def product(
         fan_out: output rows that one row of x has (row r of the output reads row r // fan_out).
     """
     columns, width = weight.shape[-2] // (2 if gated else 1), weight.shape[-1]
-    rows = x.shape[0] * fan_out
+    rows, splits = x.shape[0] * fan_out, tiles.splits
+    steps = width // FP8_BLOCK // splits
+    assert steps * splits * FP8_BLOCK == width, "splits must divide the blocks of columns"
     blocks = triton.cdiv(rows, tiles.rows) if groups is None else groups.experts.shape[0]
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
     values, x_scales = quantise(x) if tiles.quantised else (x, x)
-    splits = tiles.splits
-    steps = width // FP8_BLOCK // splits
-    assert steps * splits * FP8_BLOCK == width, "splits must divide the blocks of columns"
-    target = out if splits == 1 else out.new_empty(splits, rows, columns, dtype=torch.float32)
-    assert splits == 1 or not gated, "silu needs whole sums"
+    target, target_columns, gate_at_once = out, columns, gated
+    if splits > 1:  # silu needs whole sums: gate and up are then two halves of the columns
+        target_columns, gate_at_once = weight.shape[-2], False
+        target = out.new_empty(splits, rows, target_columns, dtype=torch.float32)
     pairs, experts = (out, out) if groups is None else (groups.pairs, groups.experts)
-    _fp8_product[(triton.cdiv(columns, tiles.columns), blocks, splits)](
+    _fp8_product[(triton.cdiv(target_columns, tiles.columns), blocks, splits)](
         values,
         x_scales,
         weight,
@@ -84,7 +86,7 @@ def product(
         pairs,
         experts,
         rows,
-        columns,
+        target_columns,
         width,
         scale.shape[-2],
         x_scales.stride(1),
@@ -96,7 +98,7 @@ def product(
         tiles.columns,
         splits,
         groups is not None,
-        gated,
+        gate_at_once,
         tiles.quantised,
         tiles.swapped,
         FP8_MAX,
@@ -106,7 +108,7 @@ def product(
     )
     if splits > 1:
         grid = (triton.cdiv(rows * columns, _SUM_BLOCK),)
-        _sum_splits[grid](target, out, rows * columns, splits, _SUM_BLOCK)
+        _sum_splits[grid](target, out, rows, columns, splits, gated, _SUM_BLOCK)
     return out
 
 
@@ -135,6 +137,12 @@ _QUANTISE_ROWS = 16
 
 
 @triton.jit
+def silu(x):
+    """x * sigmoid(x)."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def _dot(a, b):
     """e4m3 a @ b over one block of 128: the tensor core's own sums, which keep 14 bits or so."""
     if INTERPRETED:
@@ -143,7 +151,7 @@ def _dot(a, b):
 
 
 @triton.jit
-def _in_e4m3(x, FP8_LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
+def in_e4m3(x, FP8_LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
     """[R, 128] -> its e4m3 codes and [R] scales, as `reference.quantise_activations`."""
     x = x.to(tl.float32)
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), SMALLEST)
@@ -170,7 +178,7 @@ def _quantise(
     column = block * BLOCK + tl.arange(0, BLOCK)
     at = row.to(tl.int64)[:, None] * width + column[None, :]
     valid = row < rows
-    codes, scale = _in_e4m3(tl.load(x + at, mask=valid[:, None], other=0.0), FP8_LIMIT, SMALLEST)
+    codes, scale = in_e4m3(tl.load(x + at, mask=valid[:, None], other=0.0), FP8_LIMIT, SMALLEST)
     tl.store(values + at, codes, mask=valid[:, None])
     tl.store(scales + block.to(tl.int64) * stride + row, scale, mask=valid)
 
@@ -232,43 +240,41 @@ def _fp8_product(
     else:
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = acc
-    # Scales come from memory too: fetched two blocks ahead, as the weights are.
-    k = tl.program_id(2) * steps
+    # A block's scales are fetched one block ahead. (Not two: Triton pipelines no loop that hands a
+    # value on for more than one turn.)
+    first = tl.program_id(2) * steps
     last = num_blocks - 1
-    scale, scale_after = tl.load(s_at + k), tl.load(s_at + tl.minimum(k + 1, last))
-    up_scale, up_scale_after = scale, scale_after
+    next_scale = tl.load(s_at + first)
     if GATED:
-        up_scale, up_scale_after = tl.load(up_s_at + k), tl.load(up_s_at + tl.minimum(k + 1, last))
-    x_s_at = x_scales + x_row
+        next_up_scale = tl.load(up_s_at + first)
     if QUANTISED:
-        x_scale_next = tl.load(x_s_at + k * scale_stride, mask=row_ok, other=0.0)
-    for _ in range(STEPS if INTERPRETED else steps):  # the interpreter needs a Python number
+        next_x_scale = tl.load(x_scales + x_row + first * scale_stride, mask=row_ok, other=0.0)
+    for i in range(STEPS if INTERPRETED else steps):  # the interpreter needs a Python number
+        k = first + i
+        ahead = tl.minimum(k + 1, last)
         x_part = tl.load(x_at + k * BLOCK, mask=row_ok[:, None], other=0.0)
         if QUANTISED:
-            x_scale = x_scale_next
-            next_at = x_s_at + tl.minimum(k + 1, last) * scale_stride
-            x_scale_next = tl.load(next_at, mask=row_ok, other=0.0)
+            x_scale = next_x_scale
+            next_x_scale = tl.load(x_scales + x_row + ahead * scale_stride, mask=row_ok, other=0.0)
         else:
-            x_part, x_scale = _in_e4m3(x_part, FP8_LIMIT, SMALLEST)
+            x_part, x_scale = in_e4m3(x_part, FP8_LIMIT, SMALLEST)
         w_part = tl.load(w_at + k * BLOCK, mask=column_ok[:, None], other=0.0)
-        factor = x_scale * scale
-        ahead = tl.minimum(k + 2, last)
-        scale, scale_after = scale_after, tl.load(s_at + ahead)
+        factor = x_scale * next_scale
+        next_scale = tl.load(s_at + ahead)
         if SWAPPED:
             acc += _dot(w_part, tl.trans(x_part)) * factor[None, :]
         else:
             acc += _dot(x_part, tl.trans(w_part)) * factor[:, None]
         if GATED:
             w_part = tl.load(up_at + k * BLOCK, mask=column_ok[:, None], other=0.0)
-            factor = x_scale * up_scale
-            up_scale, up_scale_after = up_scale_after, tl.load(up_s_at + ahead)
+            factor = x_scale * next_up_scale
+            next_up_scale = tl.load(up_s_at + ahead)
             if SWAPPED:
                 up += _dot(w_part, tl.trans(x_part)) * factor[None, :]
             else:
                 up += _dot(x_part, tl.trans(w_part)) * factor[:, None]
-        k += 1
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
+        acc = silu(acc) * up
     if SWAPPED:
         acc = tl.trans(acc)
     out_row = row.to(tl.int64)
@@ -280,17 +286,34 @@ def _fp8_product(
 
 @triton.jit
 def _sum_splits(
-    parts,  # [SPLITS, size] fp32
-    out,  # [size]
-    size,
+    parts,  # [SPLITS, rows, columns] fp32; [.., 2 * columns], gate first, where GATED
+    out,  # [rows, columns]
+    rows,
+    columns,
     SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Program (block of the output): add the splits in order, then gate."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.full((), 0, tl.int64) + rows  # which Triton makes a constant where it is 1
+    size *= columns
+    inside = index < size
+    width = columns
+    if GATED:
+        width = 2 * columns
+        size *= 2
+    at = parts + index // columns * width + index % columns
     total = tl.zeros((BLOCK,), tl.float32)
+    up = total
     for split in tl.static_range(SPLITS):
-        total += tl.load(parts + split * size.to(tl.int64) + index, mask=index < size, other=0.0)
-    tl.store(out + index, round_to(total, out.dtype.element_ty), mask=index < size)
+        start = at + split * size
+        total += tl.load(start, mask=inside, other=0.0)
+        if GATED:
+            up += tl.load(start + columns, mask=inside, other=0.0)
+    if GATED:
+        total = silu(total) * up
+    tl.store(out + index, round_to(total, out.dtype.element_ty), mask=inside)
 
 
 _FIXED = {"BLOCK": FP8_BLOCK, "FP8_LIMIT": FP8_MAX, "SMALLEST": SMALLEST_AMAX}
@@ -323,12 +346,15 @@ def _signature(tiles: Tiles, *, grouped: bool = False, gated: bool = False) -> t
 
 
 COMPILE_SIGNATURES = (
-    _signature(Tiles(rows=16, columns=16, stages=6)),
-    _signature(Tiles(rows=16, columns=64, splits=7, stages=6)),
-    _signature(Tiles(rows=64, columns=64, stages=6)),
-    _signature(Tiles(rows=64, columns=64, stages=4), grouped=True, gated=True),
-    _signature(Tiles(rows=16, columns=64, stages=6), grouped=True),
-    _signature(Tiles(rows=16, columns=64, swapped=True)),
+    _signature(Tiles(rows=16, columns=64, swapped=True, splits=8)),
+    _signature(Tiles(rows=32, columns=64, swapped=True, quantised=True)),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True, splits=4)),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True), gated=True),
+    _signature(Tiles(rows=16, columns=64, swapped=True), gated=True),
+    _signature(Tiles(rows=16, columns=64, swapped=True), grouped=True, gated=True),
+    _signature(Tiles(rows=16, columns=64, swapped=True), grouped=True),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True), grouped=True, gated=True),
+    _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True), grouped=True),
     _signature(MANY_ROWS, grouped=True),
     _signature(MANY_ROWS_GATED, grouped=True, gated=True),
     (
@@ -344,8 +370,19 @@ COMPILE_SIGNATURES = (
             "ROWS": _QUANTISE_ROWS,
         },
     ),
-    (
-        _sum_splits,
-        {"parts": "*fp32", "out": "*bf16", "size": "i32", "SPLITS": 7, "BLOCK": _SUM_BLOCK},
+    *(
+        (
+            _sum_splits,
+            {
+                "parts": "*fp32",
+                "out": "*bf16",
+                "rows": "i32",
+                "columns": "i32:16",
+                "SPLITS": 8,
+                "GATED": gated,
+                "BLOCK": _SUM_BLOCK,
+            },
+        )
+        for gated in (False, True)
     ),
 )
