@@ -52,6 +52,7 @@ def _throughput(cases: dict[str, Any], words: str, path: Path) -> Path:
         batches = [str(cases[name]["variants"][side]["batch"]) for name in names]
         axes.bar_label(bars, labels=[f"batch {batch}" for batch in batches], fontsize=7)
     axes.set_xticks([index + 0.2 for index in range(len(names))], names)
+    axes.margins(y=0.25)
     axes.set_ylabel("output tokens/s")
     axes.set_title(f"throughput at {words}")
     axes.legend()
@@ -71,6 +72,7 @@ def _steps(cases: dict[str, Any], path: Path) -> Path:
         bars = axes.bar(at, medians, width=0.38, yerr=spread, capsize=3, label=side)
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=3)
     axes.set_xticks([index + 0.2 for index in range(len(cases))], list(cases))
+    axes.margins(y=0.25)
     axes.set_ylabel("ms a decode step")
     axes.set_title("decode step, 10th to 90th percentile")
     axes.legend()

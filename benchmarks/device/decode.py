@@ -23,6 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
+from echokv.attention import sparse_mla
 from echokv.bench import decode_report, report
 from echokv.bench.decode_engine import LoadedModel, PoolSizes
 from echokv.bench.decode_preset import preset_config
@@ -118,6 +119,20 @@ class Bench:
     def offload(self) -> dict[str, Any]:
         """A batch of long contexts at hit rate 0.98, offloaded against resident."""
         return self._compare(self._scale.batch, self._scale.long, "0.98", self._scale.device_pool)
+
+    def offload_inline(self) -> dict[str, Any]:
+        """The offloaded side of that with rows recalled where attention asks, not beside."""
+        scale = self._scale
+        longest = scale.long + self._how.room
+        sizes = self._batch(scale.batch, longest, offload=True, device=scale.device_pool)
+        beside, sparse_mla.RECALL_BESIDE = sparse_mla.RECALL_BESIDE, False
+        try:
+            figures = run_steps(
+                self._loaded, [sizes], _source("0.98"), [scale.long] * scale.batch, self._how
+            )
+        finally:
+            sparse_mla.RECALL_BESIDE = beside
+        return {"variants": figures, "ratio": {}}
 
     def paper_rates(self) -> dict[str, Any]:
         """The same at the hit rates that the paper reports, a layer."""
@@ -223,6 +238,7 @@ def _source(rate: str | None) -> Callable[[LoadedModel], SelectionSource | None]
 CASES = {
     "dense": Bench.dense,
     "offload": Bench.offload,
+    "offload-inline": Bench.offload_inline,
     "light": Bench.light,
     "paper-rates": Bench.paper_rates,
     "paper-pools": Bench.paper_pools,

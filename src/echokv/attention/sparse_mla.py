@@ -18,6 +18,10 @@ from echokv.memory.slots import DeviceSlots, HostSlots
 LEAST_TOKENS_AHEAD = 8
 """Tokens of a piece below which recalling ahead, which halves pieces, costs more than it hides."""
 
+RECALL_BESIDE = True
+"""Whether a decode step's rows are recalled beside the products that its query still needs; False
+recalls them where attention asks."""
+
 
 def plan_pieces(num_tokens: int, topk: int, capacity: int) -> list[slice]:
     """Cut a pass into pieces whose selections, taken alone, surely fit the device pool.
@@ -109,7 +113,8 @@ class SparseAttention:
     def recalls_beside(self, batch: ForwardBatch) -> bool:
         """Whether `begin_recall` would run beside the caller's next products."""
         return (
-            self._cache.recalls
+            RECALL_BESIDE
+            and self._cache.recalls
             and batch.is_decode
             and batch.num_real_tokens == batch.num_tokens
             and self._fits(batch, self._topk)

@@ -26,7 +26,7 @@ def wide_linear(x: Tensor, weight: Tensor, factor: float) -> Tensor:
         return reference.wide_linear(x, weight, factor)
     out = torch.empty(tokens, weight.shape[0], dtype=torch.float32, device=x.device)
     _wide_linear[(weight.shape[0], triton.cdiv(tokens, _TOKENS))](
-        x, weight, out, tokens, weight.shape[0], factor, size, _TOKENS, _COLUMNS
+        x, weight, out, tokens, weight.shape[0], factor, size, _TOKENS, _COLUMNS, num_warps=8
     )
     return out
 
@@ -48,7 +48,7 @@ def _wide_linear(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, COLUMNS)
     sums = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for start in range(0, SIZE, COLUMNS):
+    for start in tl.static_range(0, SIZE, COLUMNS):  # unrolled: all loads go out at once
         inside = start + column < SIZE
         w = tl.load(weight + output.to(tl.int64) * SIZE + start + column, mask=inside, other=0.0)
         at = token[:, None].to(tl.int64) * SIZE + start + column[None, :]
@@ -63,5 +63,6 @@ COMPILE_SIGNATURES = (
         _wide_linear,
         {"x": "*bf16", "weight": "*fp32", "out": "*fp32", "tokens": "i32", "outputs": "i32:16",
          "factor": "fp32", "SIZE": 7168, "TOKENS": _TOKENS, "COLUMNS": _COLUMNS},
+        {"num_warps": 8},
     ),
 )  # fmt: skip
