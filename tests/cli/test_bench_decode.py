@@ -55,8 +55,7 @@ def test_throughput_at_equal_bytes(tmp_path: Path) -> None:
         assert variant["most_running"] <= variant["batch"]
         assert variant["selections"] == "real indexer"
     assert (offloaded["batch"], resident["batch"]) == (3, 2)
-    # A wave is three tokens and the step that collects the last; fewer at once, in more waves.
-    assert (offloaded["steps"], resident["steps"]) == (4, 8)
+    assert (offloaded["steps"], resident["steps"]) == (3, 6), "fewer at once, in more waves"
     assert result["ratio"]["output_tokens_per_s"] > 0
 
 
