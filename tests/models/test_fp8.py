@@ -53,9 +53,10 @@ def tensors(path: Path) -> dict[str, Tensor]:
 def test_what_deepseek_stores_in_fp8_stays_so(checkpoint: Path) -> None:
     model = load(checkpoint, kept(checkpoint))
     attention, moe = model.layers[1].self_attn, model.layers[1].mlp
-    assert attention.from_hidden.weight.dtype == torch.float8_e4m3fn
     for matrix in (attention.q_b_proj, attention.o_proj, attention.indexer.wq_b):
         assert isinstance(matrix, Fp8Linear)
+    for part in ("q_a_proj", "kv_a_proj_with_mqa", "indexer.wk"):
+        assert attention.from_hidden.parts()[f"{part}.weight"].dtype == torch.float8_e4m3fn
     assert isinstance(model.layers[0].mlp, Fp8GatedMLP)
     assert isinstance(moe.shared_experts, Fp8GatedMLP)
     assert isinstance(moe.experts, Fp8Experts)
@@ -88,6 +89,7 @@ def test_weight_bytes_are_what_is_allocated(checkpoint: Path) -> None:
 
 
 def whole(result: Tensor | list[Tensor]) -> Tensor:
+    """A module's result, joined parts in one."""
     return torch.cat(result, -1) if isinstance(result, list) else result
 
 

@@ -171,8 +171,10 @@ def run_all(decode: DecodeEngine, context_lens: Sequence[int], output_len: int) 
     start = time.perf_counter()
     tokens = 0
     while engine.has_work:
-        tokens += sum(len(output.token_ids) for output in engine.step())
-        running.append(len(engine.scheduler.running))
+        outputs = engine.step()
+        tokens += sum(len(output.token_ids) for output in outputs)
+        if outputs:  # the first call may only launch
+            running.append(len(outputs))
     synchronise(device)
     elapsed = time.perf_counter() - start
     return {
