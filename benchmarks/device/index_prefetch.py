@@ -102,6 +102,10 @@ class Segment:
             places = torch.arange(self.slots, device=device, dtype=torch.int32)
             state.host_to_device[layer][owners] = places
             state.device_free[layer].fill_(0)
+        # A replay takes names off the lists unseen: make them anew.
+        ready = self.manager._ready
+        assert ready is not None
+        ready._in_order = [False] * len(self.wanted)
         self.manager.begin_step()
 
     def run(self, budget: float, late: bool = False) -> None:

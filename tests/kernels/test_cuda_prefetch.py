@@ -151,8 +151,8 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
     host = HostPool(1, 64 * 80, 656, CUDA)
     host.rows.random_(0, 256)
     manager = CacheManager(load_kernels("cuda", CUDA), host, DevicePool(1, least_pool, 656, CUDA))
-    tables = torch.stack([torch.randperm(60)[:24] for _ in range(rows)]).to(torch.int32)
-    tables[:, :8] = tables[0, :8]  # one prefix for all
+    ids = torch.randperm(60).to(torch.int32)  # eight blocks of one prefix for all, and some more
+    tables = torch.stack([ids[[*range(8), *rng.sample(range(8, 60), 16)]] for _ in range(rows)])
     under_test = LayerUnderTest(LayerModel(4, 64 * 80), CUDA)
     case = PrefetchCase(under_test, lens, tables, list(range(rows)), rng)
     on_gpu = OnGpu(case)

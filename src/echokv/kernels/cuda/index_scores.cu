@@ -203,16 +203,21 @@ DEVICE void bring_pages(const ScoresArguments& a, ScoresShared* shared, const Sh
 template <u32 HEADS>
 DEVICE void bring_queries(const ScoresArguments& a, const PrefetchArguments* prefetch,
                           ScoresShared* shared, const Share& share) {
+  Run run = first_run(a.contexts, share);
+  // The first threshold is older than the kernel that is waited for.
+  float threshold = prefetch != nullptr && run.pages != 0 ? threshold_of(*prefetch, run.row) : 0;
   wait_for_previous_kernel();
-  for (Run run = first_run(a.contexts, share); run.pages != 0; next_run(a.contexts, &run)) {
+  while (run.pages != 0) {
     const u32 stage = run.sequence % QUERY_STAGES;
     Barrier* full = &shared->query_full[stage];
     barrier_wait(&shared->query_empty[stage], run.sequence / QUERY_STAGES % 2 ^ 1);
     barrier_expect(full, image_bytes(HEADS));
     copy_to_shared(shared->queries[stage], a.images + u64(run.row) * image_bytes(HEADS),
                    image_bytes(HEADS), full);
-    if (prefetch != nullptr) shared->thresholds[stage] = threshold_of(*prefetch, run.row);
+    if (prefetch != nullptr) shared->thresholds[stage] = threshold;
     barrier_arrive(full);
+    next_run(a.contexts, &run);
+    if (prefetch != nullptr && run.pages != 0) threshold = threshold_of(*prefetch, run.row);
   }
 }
 

@@ -36,7 +36,7 @@ RING_ENTRIES = 64
 """Candidates that a scoring warp can be ahead of the intake warp, and that of a fetching warp."""
 
 _WARPS, _SCORING_WARPS, _FETCHING_WARPS = 20, 16, 2
-_TASKS_AT_ONCE = 8  # see prefetch.cuh
+_LATE_AT_ONCE = 4  # see prefetch.cuh
 _LATE_BLOCKS = 48  # enough to saturate PCIe, wherever the top-k leaves room
 _STAGES, _QUERY_STAGES, _PAGE_BYTES = 8, 5, 64 * (HEAD_DIM + 4)
 SHARED_BYTES = (_STAGES + _QUERY_STAGES) * (_PAGE_BYTES + 16) + 16 * _STAGES
@@ -244,7 +244,7 @@ def fetch_late(prefetch: Prefetch) -> None:
     """
     entries = prefetch.host_slots.numel()
     if entries:
-        blocks = min(_LATE_BLOCKS, -(-entries // (_WARPS * _TASKS_AT_ONCE)))
+        blocks = min(_LATE_BLOCKS, -(-entries // (_WARPS * _LATE_AT_ONCE)))
         device = prefetch.host_slots.device
         MODULE.launch("fetch_late", prefetch.arguments, device, blocks=blocks)
 

@@ -36,7 +36,10 @@ constexpr u32 OVER = 1u << 31;      // in a ring's tail: nothing will follow
 constexpr u32 BUDGET_UNIT = 1u << 16;
 constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
 constexpr u32 MAX_FETCHING = 2;     // fetching warps of a block
-constexpr u32 TASKS_AT_ONCE = 8;    // of a fetching warp
+// Rows that a fetching warp claims at once. What is claimed when the last score is made must still
+// land, at 264 warps on the device: few, but enough to keep PCIe busy while claims wait for memory.
+constexpr u32 TASKS_AT_ONCE = 2;
+constexpr u32 LATE_AT_ONCE = 4;  // of a warp of `fetch_late`
 
 struct Ring {
   u32 tail;  // entries ever written, and OVER; its writer's
@@ -248,6 +251,7 @@ DEVICE void take_candidates(const PrefetchArguments& a, const Contexts& contexts
     const u32 seen = reads && nth == 0 ? load_from_block(&ring->tail) : 0;
     const u32 word = __shfl_sync(ALL_LANES, seen, lane / each * each);
     const u32 waiting = reads ? (word & ~OVER) - head : 0, taken = smaller(waiting, each);
+    warp_sync();  // what came before the tail can be seen by all lanes
     over = __all_sync(ALL_LANES, !reads || ((word & OVER) != 0 && waiting == 0));
     Candidate candidate = {nth < taken, NONE, 0, 0};
     if (candidate.valid) {
@@ -286,6 +290,7 @@ DEVICE void fetch_tasks(const PrefetchArguments& a, Ring* tasks, u32 lane) {
       pause();
       continue;
     }
+    warp_sync();  // what came before the tail can be seen by all lanes
     const bool wants = lane < taken;
     const u32 entry = (head + lane) % RING;
     const i32 host_slot = wants ? tasks->host_slots[entry] : NONE;
@@ -303,10 +308,10 @@ DEVICE void fetch_wanted(const PrefetchArguments& a, u32 warp, u32 warps, u32 la
   const i32 floor = *a.layer.floor;
   const u32 entries = a.rows * a.most;
   Fetched fetched = {0, 0};
-  for (u32 start = warp * TASKS_AT_ONCE; start < entries; start += warps * TASKS_AT_ONCE) {
+  for (u32 start = warp * LATE_AT_ONCE; start < entries; start += warps * LATE_AT_ONCE) {
     const u32 at = start + lane;
     i32 entry = NONE;
-    if (lane < TASKS_AT_ONCE && at < entries) entry = a.host_slots[at];
+    if (lane < LATE_AT_ONCE && at < entries) entry = a.host_slots[at];
     const bool wants = entry < NONE;
     if (wants) a.host_slots[at] = NONE;
     take_in(a, wants, wanted(entry), at, floor, &fetched, lane);
