@@ -16,6 +16,9 @@ from echokv.kernels.registry import FusedRecall
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 
+BESIDE_THE_MODEL = True
+"""Whether `end_layer` lists victims; else `begin_step` does so for all layers at once."""
+
 
 class ReadyLists:
     """The ready lists of every layer.
@@ -64,6 +67,8 @@ class ReadyLists:
 
     def end_layer(self, layer: int) -> None:
         """List who may leave a layer in the next step, beside whatever the caller does now."""
+        if not BESIDE_THE_MODEL:
+            return
         layers = slice(layer, layer + 1)
         if self._beside is None:
             self._choose(layers, steps_ahead=1)

@@ -24,6 +24,9 @@ AGES = 8192
 older than that count as equally old."""
 
 _WARPS = 16
+EARLY = True
+"""Whether kernels start while the one before them ends (programmatic dependent launch)."""
+
 BLOCKS_PER_SM = 2
 """Of `make_resident`, all at once; see the launch bounds in recall.cu."""
 
@@ -199,7 +202,7 @@ def make_resident(
     landing = depth * layer.device_rows.shape[1] * _WARPS
     MODULE.launch(
         "make_resident", arguments, device, blocks=plan.blocks,
-        shared_bytes=_SHARED_BYTES + landing, early=True,
+        shared_bytes=_SHARED_BYTES + landing, early=EARLY,
     )  # fmt: skip
 
 
@@ -230,7 +233,7 @@ def append_rows(host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
         )  # fmt: skip
         MODULE.launch(
             "append_rows", arguments, device, blocks=-(-count // plan.each),
-            shared_bytes=plan.shared_bytes, early=True,
+            shared_bytes=plan.shared_bytes, early=EARLY,
         )  # fmt: skip
 
 
