@@ -14,6 +14,11 @@ _DTYPES = ("float32", "bfloat16")
 _FP8_CAPABILITY = (8, 9)
 _FP8_BLOCK = (128, 128)
 
+PREFETCH_PAYS_ON: tuple[str, ...] = ()
+"""Backends on which --prefetch auto means on (docs/prefetch.md). Triton: op by op it costs more
+launches than it hides, 0.86x to 1.08x on an H200. reference: a CPU has nothing to hide it behind.
+cuda, one launch beside the top-k: not measured yet."""
+
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """The same config with device, backend, dtypes and max_model_len decided.
@@ -23,15 +28,16 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     device = _device(config)
     dtype = _dtype(config, device)
+    backend = _backend(config, device)
     kv_cache_dtype = _kv_cache_dtype(config, model, device, dtype)
     return dataclasses.replace(
         config,
         device=device,
-        backend=_backend(config, device),
+        backend=backend,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         index_key_dtype=_index_key_dtype(config, kv_cache_dtype, dtype),
-        prefetch=_prefetch(config),
+        prefetch=_prefetch(config, backend),
         max_model_len=_max_model_len(config, model),
     )
 
@@ -100,14 +106,14 @@ def _index_key_dtype(config: EngineConfig, kv_cache_dtype: str, dtype: str) -> s
     return "fp8" if kv_cache_dtype == "fp8_ds_mla" else dtype
 
 
-def _prefetch(config: EngineConfig) -> str:
+def _prefetch(config: EngineConfig, backend: str) -> str:
     if config.prefetch not in ("auto", "on", "off"):
         raise ConfigError(f"--prefetch {config.prefetch!r} is not one of auto, on, off")
     if config.prefetch == "on" and not config.offload:
         raise ConfigError("--prefetch on contradicts --no-offload, which has nothing to fetch")
-    # Op by op it costs more launches than it hides: 0.86x to 1.08x of the time without it on an
-    # H200 (docs/prefetch.md); on a CPU there is nothing to hide behind.
-    return "off" if config.prefetch == "auto" else config.prefetch
+    if config.prefetch != "auto":
+        return config.prefetch
+    return "on" if config.offload and backend in PREFETCH_PAYS_ON else "off"
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
