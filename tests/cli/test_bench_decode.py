@@ -102,5 +102,7 @@ def test_captured_steps_decode_the_same_with_and_without_offload(tmp_path: Path)
     )
     assert main([*flags.split(), "--output-json", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert result["variants"]["offloaded"]["hit_rate_by_layer"] == [0.75] * 4
+    # A row that comes back by chance may still be there.
+    rates = result["variants"]["offloaded"]["hit_rate_by_layer"]
+    assert rates == pytest.approx([0.75] * 4, abs=0.01)
     assert result["dtype"] == "bfloat16"

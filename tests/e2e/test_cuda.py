@@ -228,7 +228,8 @@ def test_a_captured_step_neither_allocates_nor_waits(demo_model: Path) -> None:
         return step
 
     runner.launch = watched  # type: ignore[method-assign]
-    for names in (["greedy"], ["seeded"], ["limited"], ["nucleus"], ["patient"], list(MIXED)):
+    batches = (["greedy"], ["seeded"], ["limited"], ["seeded", "limited"], ["nucleus"], ["patient"])
+    for names in (*batches, list(MIXED)):
         sampled(engine, {name: MIXED[name] for name in names})
     engine.close()
     assert set(methods) == set(Method) and len(methods) > 200

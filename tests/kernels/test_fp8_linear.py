@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from echokv.kernels.reference.fp8_linear import fp8_gate_up as reference_gate_up
-from echokv.kernels.reference.fp8_linear import fp8_linear as reference_linear
 from echokv.kernels.reference.fp8_linear import quantise_activations
 
 ROWS = [1, 15, 17, 33, 65, 130]
@@ -51,6 +49,22 @@ def assert_close(out: Tensor, exact: Tensor, plain: Tensor) -> None:
     assert (out.cpu().double() - exact).abs().max() <= allowed
 
 
+def check_linear(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None:
+    values, matrix = exact_activations(x), exact_weight(weight, scale)
+    plain = functional.linear(values.bfloat16(), matrix.bfloat16())
+    assert_close(out, functional.linear(values, matrix), plain)
+
+
+def check_gate_up(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None:
+    values, matrix = exact_activations(x), exact_weight(weight, scale)
+
+    def gated(dtype: torch.dtype) -> Tensor:
+        gate, up = functional.linear(values.to(dtype), matrix.to(dtype)).chunk(2, -1)
+        return functional.silu(gate) * up
+
+    assert_close(out, gated(torch.float64), gated(torch.bfloat16))
+
+
 def test_activations_are_rounded_to_the_nearest_code(e4m3: Any) -> None:
     x = activations(torch.device("cpu"), 40, 256)
     values, scales = quantise_activations(x)
@@ -82,9 +96,7 @@ def test_linear(backend: Any, rows: int, columns: int, width: int) -> None:
     weight, scale = fp8_weight(backend.device, columns, width)
     out = backend.op("fp8_linear")(x, weight, scale)
     assert out.shape == (rows, columns) and out.dtype == torch.bfloat16
-    values, matrix = exact_activations(x), exact_weight(weight, scale)
-    plain = functional.linear(values.bfloat16(), matrix.bfloat16())
-    assert_close(out, functional.linear(values, matrix), plain)
+    check_linear(x, weight, scale, out)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -93,13 +105,7 @@ def test_gate_up(backend: Any, rows: int) -> None:
     weight, scale = fp8_weight(backend.device, 512, 256)
     out = backend.op("fp8_gate_up")(x, weight, scale)
     assert out.shape == (rows, 256) and out.dtype == torch.bfloat16
-    values, matrix = exact_activations(x), exact_weight(weight, scale)
-
-    def gated(dtype: torch.dtype) -> Tensor:
-        gate, up = functional.linear(values.to(dtype), matrix.to(dtype)).chunk(2, -1)
-        return functional.silu(gate) * up
-
-    assert_close(out, gated(torch.float64), gated(torch.bfloat16))
+    check_gate_up(x, weight, scale, out)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +125,8 @@ def test_every_way_to_cut_gives_the_product(backend: Any, options: dict[str, Any
     tiles = Tiles(stages=3, **options)
     x = activations(backend.device, 18, 768)
     weight, scale = fp8_weight(backend.device, 256, 768)
-    expected = reference_linear(x.cpu(), weight.cpu(), scale.cpu())
-    torch.testing.assert_close(product(x, weight, scale, tiles).cpu(), expected)
-    expected = reference_gate_up(x.cpu(), weight.cpu(), scale.cpu())
-    torch.testing.assert_close(product(x, weight, scale, tiles, gated=True).cpu(), expected)
+    check_linear(x, weight, scale, product(x, weight, scale, tiles))
+    check_gate_up(x, weight, scale, product(x, weight, scale, tiles, gated=True))
 
 
 def test_leading_dimensions_stay(backend: Any) -> None:

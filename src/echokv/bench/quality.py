@@ -236,7 +236,7 @@ def _config(config: EngineConfig, group: Sequence[Instance], variant: Variant) -
         max_model_len=context + 1,
         max_num_seqs=1,
         enable_prefix_caching=False,
-        enforce_eager=True,  # lossy selectors keep state in Python
+        enforce_eager=variant.lossy is not None,  # its selector keeps state in Python
         async_scheduling=False,  # and must not see tokens past the end of a request
     )
 
