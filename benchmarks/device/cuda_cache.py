@@ -6,8 +6,8 @@
 - `make_resident` (CUDA C++, one launch) beside the Triton ops that it stands for and beside a bare
   gather of as many rows, by batch, share of missing rows and row size. The oracle is the reference
   manager, given the same state before each step.
-- What all of it adds to a decode step, a layer, with victims chosen beside the model.
-- `choose_victims`: a layer, and all layers at once, as after a release.
+- What all of it adds to a decode step, a layer, victims included.
+- `choose_victims`: a layer, and all layers at once, as at the start of a step.
 
 Times are medians of CUDA graph replays with the L2 cache overwritten before each, a layer's share
 of a graph of several layers, each with tables and rows of its own.
@@ -309,7 +309,7 @@ def append_times(bench: CudaBench, host: HostPool) -> list[dict[str, Any]]:
 
 
 def victim_times(bench: CudaBench) -> list[dict[str, Any]]:
-    """choose_victims: a layer, as beside a model, and all of them at once, as after a release."""
+    """choose_victims: a layer, and all of them at once, as at the start of a step."""
     device, slots = bench.device, bench.sizes.device_slots
     return [row for layers in (1, 61) for row in victims_of(bench, layers, slots, device)]
 
@@ -343,8 +343,7 @@ def victims_of(
 class DecodeStep:
     """The cache's part of a decode step over a few layers, beside work like a model's.
 
-    Three managers go through the same steps: with victims listed beside each layer, with victims
-    listed at the start, and on Triton's ops.
+    Two managers go through the same steps: with the fused ops, and on Triton's.
     """
 
     def __init__(self, bench: CudaBench, host: HostPool, batch: int, missing: float) -> None:
@@ -355,11 +354,7 @@ class DecodeStep:
             name: CacheManager(
                 kernels, host, DevicePool(sizes.layers, sizes.device_slots, 656, device)
             )
-            for name, kernels in (
-                ("beside", bench.cuda),
-                ("at the start", bench.cuda),
-                ("triton", bench.kernels),
-            )
+            for name, kernels in (("cuda", bench.cuda), ("triton", bench.kernels))
         }
         self.rows = torch.zeros((batch, 656), dtype=torch.uint8, device=device)
         self.scores = torch.randn((batch, sizes.topk), device=device, generator=self.generator)
@@ -373,12 +368,12 @@ class DecodeStep:
         self._select(1.0, first=True)
 
     def prepare(self) -> None:
-        """Another selection, of which a share is absent, found alike by all three."""
-        self.run("beside")  # what was selected last is resident now
+        """Another selection, of which a share is absent, found alike by both."""
+        self.run("cuda")  # what was selected last is resident now
         self._select(self.missing)
-        truth = self.managers["beside"].state
+        truth = self.managers["cuda"].state
         for name, manager in self.managers.items():
-            if name != "beside":
+            if name != "cuda":
                 for field, value in vars(truth).items():
                     getattr(manager.state, field).copy_(value)
 
@@ -386,13 +381,11 @@ class DecodeStep:
         """One step; with no manager, the work alone."""
         manager = self.managers[name] if name else None
         if manager is not None:
-            manager.begin_step()
+            manager.begin_step(most_rows=self.scores.numel() + self.scores.shape[0])
         for layer in self.layers:
             if manager is not None:
                 manager.append(layer, self.new, self.rows, keep=self.new.shape[0])
                 manager.make_resident(layer, self.wanted[layer], self.scores)
-                if name == "beside":
-                    manager.end_layer(layer)
             torch.mm(self.left, self.right)
         if manager is not None:
             manager.end_step()
@@ -402,7 +395,7 @@ class DecodeStep:
         for layer, slots in enumerate(self.wanted):
             slots.copy_(
                 common.next_selection(
-                    self.managers["beside"], *slots.shape, missing, self.generator, layer=layer,
+                    self.managers["cuda"], *slots.shape, missing, self.generator, layer=layer,
                     previous=None if first else slots,
                 )
             )  # fmt: skip

@@ -73,15 +73,19 @@ def step(report: Row) -> str:
     """What the cache adds to a step."""
     rows = report.get("step_us", [])
     cases = {(row["batch"], row["recalled_rows"]): None for row in rows}
-    ways = ("beside", "at the start", "triton")
+    ways = list(dict.fromkeys(row["victims"] for row in rows))
     lines = [
         (batch, f"{missing:,}", *(median(rows, batch=batch, recalled_rows=missing, victims=way)
                                   for way in ways))
         for batch, missing in cases
     ]  # fmt: skip
-    header = ("batch", "rows recalled a layer", "CUDA, victims beside the model",
-              "CUDA, victims at the start", "Triton")  # fmt: skip
-    return table(header, lines)
+    names = {
+        "beside": "CUDA, victims beside the model",
+        "at the start": "CUDA, victims at the start",
+        "cuda": "CUDA",
+        "triton": "Triton",
+    }
+    return table(("batch", "rows recalled a layer", *(names[way] for way in ways)), lines)
 
 
 def append(report: Row) -> str:

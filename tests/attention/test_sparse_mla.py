@@ -32,6 +32,7 @@ class Recorder:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.calls: list[tuple[str, int]] = []
+        self.most_rows: int | None = None
 
     @property
     def capacity(self) -> int:
@@ -41,12 +42,10 @@ class Recorder:
     def recalls(self) -> bool:
         return self.cache.recalls
 
-    def begin_step(self, layer: int | None = None) -> None:
+    def begin_step(self, layer: int | None = None, *, most_rows: int | None = None) -> None:
         self.calls.append(("step", 0))
-        self.cache.begin_step(layer)
-
-    def end_layer(self, layer: int) -> None:
-        self.cache.end_layer(layer)
+        self.most_rows = most_rows
+        self.cache.begin_step(layer, most_rows=most_rows)
 
     def end_step(self) -> None:
         self.cache.end_step()
@@ -132,8 +131,8 @@ class World:
         for at in range(0, 100, 10):
             self.store(slots[at : at + 10], self.rows[at : at + 10])
         self.cache.calls.clear()
-        self.attention.begin_pass()
         self.batch = batch_of(slots[100 - tokens :], padding, context_rows)
+        self.attention.begin_pass(self.batch)
         self.query = self.noise(tokens + padding, HEADS, 48)
         self.picked = torch.full((tokens + padding, TOPK), -1)
         for row in range(tokens):
@@ -151,7 +150,7 @@ class World:
         return torch.randn(*shape, generator=self.generator)
 
     def store(self, slots: Tensor, rows: Tensor) -> None:
-        self.attention.begin_pass()
+        self.attention.begin_pass(batch_of(slots))
         for layer in range(LAYERS):
             sign = 1 - 2 * layer
             latent, rope = (sign * rows).split([32, 16], 1)
@@ -194,6 +193,12 @@ def test_a_pass_that_fits_is_one_step() -> None:
     assert world.cache.calls == [("step", 0)]
     world.attend(0)
     assert world.cache.calls == [("step", 0), ("resident", 7)]
+
+
+def test_a_step_is_told_how_many_rows_it_may_take() -> None:
+    assert World(256, 7, 25).cache.most_rows == 7 * (TOPK + 1)
+    assert World(100, 30, 2, context_rows=100).cache.most_rows == 100
+    assert World(256, 7, ahead=True).cache.most_rows is None
 
 
 def test_a_pass_of_many_entries_over_few_rows_is_one_step() -> None:

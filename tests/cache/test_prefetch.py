@@ -38,6 +38,21 @@ def test_a_prefetched_row_is_not_recalled_again(cache: Cache) -> None:
     assert (other.prefetched, other.useful, other.selected) == (0, 0, 0)
 
 
+def test_a_row_that_is_recalled_ahead_was_useful_too(cache: Cache) -> None:
+    """A prefetch is judged when its layer has made its selection resident, wherever that ran."""
+    manager, wanted = cache.manager, cache.slots([[3, 4, 92, 5]])
+    manager.begin_step()
+    with manager.side.fork():
+        manager.prefetch(0, cache.slots([[3, 4, 6]]))
+    places = manager.recall_ahead(0, wanted, torch.zeros(wanted.shape, device=cache.device))
+    manager.wait()
+    assert (places >= 0).all()
+    manager.end_step()
+    counts = manager.counters()[0]
+    assert (counts.prefetched, counts.useful, counts.recalled) == (3, 2, 1)
+    manager.check(cache.live())
+
+
 def test_what_is_resident_is_neither_moved_nor_counted(cache: Cache) -> None:
     before = cache.resident(0)
     assert set(before) == set(range(92, 100))

@@ -169,7 +169,8 @@ class CacheLife(RuleBasedStateMachine):
         capacity = self.manager.capacity
         at_once = len(rows) * (TOPK + 1) <= capacity
         size = len(rows) if at_once else capacity // TOPK
-        self.manager.begin_step()
+        bounded = at_once and not ahead and self.rng.random() < 0.8
+        self.manager.begin_step(most_rows=len(rows) * (TOPK + 1) if bounded else None)
         for layer in range(LAYERS):
             kept = self._append(layer, [row.slot for row in rows])
             room = (capacity - len(rows) * (TOPK + 1)) // len(rows)
@@ -180,8 +181,6 @@ class CacheLife(RuleBasedStateMachine):
                     self.manager.begin_step()
                     kept = set()
                 self._attend(layer, rows[start : start + size], kept)
-            if self.rng.random() < 0.8:  # else the next step prepares the layer itself
-                self.manager.end_layer(layer)
         self.manager.end_step()
 
     def _append(self, layer: int, slots: list[int]) -> set[int]:

@@ -55,7 +55,8 @@ class SparseAttention:
         fmt: how a row is laid out.
         scale: softmax scale, YaRN's mscale squared included.
         topk: entries of a selection.
-        ahead: recall ahead, where pieces are worth it (`LEAST_TOKENS_AHEAD`).
+        ahead: rows may be prefetched; recall ahead, where pieces are worth it
+            (`LEAST_TOKENS_AHEAD`).
 
     Raises:
         CapacityError: a device pool of fewer than topk slots, too small for a single token.
@@ -81,12 +82,14 @@ class SparseAttention:
         self._fmt = fmt
         self._scale = scale
         self._topk = topk
+        self._prefetches = ahead
         self._ahead = ahead and cache.capacity // topk >= 2 * LEAST_TOKENS_AHEAD
         self._recalled: DeviceSlots | None = None
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, batch: ForwardBatch) -> None:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
-        self._cache.begin_step()
+        most = min(batch.num_real_tokens * (self._topk + 1), batch.num_context_rows)
+        self._cache.begin_step(most_rows=None if self._prefetches else most)
 
     def end_pass(self) -> None:
         """End it: what layers left running on other streams must be done before the next."""
@@ -150,13 +153,6 @@ class SparseAttention:
         Returns:
             [T, H, latent_dim] in the dtype of query; zeros for padding.
         """
-        output = self._attend(layer, query, selection, batch)
-        self._cache.end_layer(layer)
-        return output
-
-    def _attend(
-        self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch
-    ) -> Tensor:
         real, topk = batch.num_real_tokens, selection.host_slots.shape[1]
         capacity = self._cache.capacity
         at_once = self._fits(batch, topk)

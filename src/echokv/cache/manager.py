@@ -81,24 +81,17 @@ class CacheManager:
         """See `KVCache`."""
         return self.state.metadata_bytes_per_layer * self.state.num_layers
 
-    def begin_step(self, layer: int | None = None) -> None:
+    def begin_step(self, layer: int | None = None, *, most_rows: int | None = None) -> None:
         """See `KVCache`."""
         self.side.join()
         self._kernels.tick(self.state.clock, self.state.floor, self.state.priority)
         if self._ready is not None:
-            self._ready.begin_step(layer)
-
-    def end_layer(self, layer: int) -> None:
-        """See `KVCache`."""
-        if self._ready is not None:
-            self._ready.end_layer(layer)
+            self._ready.begin_step(layer, most_rows)
 
     def end_step(self) -> None:
         """See `KVCache`."""
         self.side.join()
         self.side.catch_up()
-        if self._ready is not None:
-            self._ready.end_step()
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
         """See `KVCache`."""
@@ -140,7 +133,8 @@ class CacheManager:
         max_distinct: int | None = None,
     ) -> DeviceSlots:
         """See `KVCache`."""
-        with self.side.fork(host_slots, scores):
+        # What was put off counts prefetched rows that were selected: it must come after this.
+        with self.side.fork(host_slots, scores, catches_up=False):
             return self._make_resident(layer, host_slots, scores, max_distinct)
 
     def wait(self) -> None:
@@ -286,8 +280,6 @@ class CacheManager:
         self._kernels.release(
             slots, state.device_free, state.priority, state.device_to_host, state.host_to_device
         )
-        if self._ready is not None:
-            self._ready.after_release()
 
     def counters(self) -> list[LayerCounters]:
         """See `KVCache`."""

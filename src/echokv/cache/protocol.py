@@ -44,23 +44,13 @@ class KVCache(Protocol):
         """Bytes of mappings and priorities, all layers: the plan's line "metadata"."""
         ...
 
-    def begin_step(self, layer: int | None = None) -> None:
+    def begin_step(self, layer: int | None = None, *, most_rows: int | None = None) -> None:
         """Start a cache step: what the previous one protected may be evicted.
 
         Args:
             layer: the only one that this step will touch; None: any.
-        """
-        ...
-
-    def end_layer(self, layer: int) -> None:
-        """Say that nothing of a layer will be asked for until the next step.
-
-        What the next step needs of it is prepared from now on, on another stream; without this
-        call `begin_step` does so, where everything waits for it. A step that calls it must call
-        `end_step` too.
-
-        Args:
-            layer: decoder layer.
+            most_rows: most distinct rows that it will select, write and prefetch in one layer,
+                where the caller knows; None: as many as fit.
         """
         ...
 

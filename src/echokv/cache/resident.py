@@ -44,11 +44,8 @@ class ResidentCache:
         """See `KVCache`; 5 bytes a slot."""
         return 4 * self._nowhere.numel() + self._slots
 
-    def begin_step(self, layer: int | None = None) -> None:
+    def begin_step(self, layer: int | None = None, *, most_rows: int | None = None) -> None:
         """Nothing is protected, so nothing changes."""
-
-    def end_layer(self, layer: int) -> None:
-        """Nobody leaves, so nothing is to be prepared."""
 
     def end_step(self) -> None:
         """Nothing runs beside the current stream."""

@@ -27,24 +27,25 @@ class SideStream:
         self._busy = False
 
     @contextmanager
-    def fork(self, *keep: object) -> Iterator[None]:
+    def fork(self, *keep: object, catches_up: bool = True) -> Iterator[None]:
         """Run the block on the side stream, after all that the current one has been given so far.
-
-        What was put off by `later` comes first.
 
         Args:
             keep: tensors made on the current stream that the block reads: held until `join`, so
                 that their memory isn't given to others meanwhile.
+            catches_up: whether what was put off by `later` comes first.
         """
         if self._stream is None:
-            self.catch_up()
+            if catches_up:
+                self.catch_up()
             yield
             return
         self._kept += keep
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._busy = True
         with torch.cuda.stream(self._stream):
-            self.catch_up()
+            if catches_up:
+                self.catch_up()
             yield
 
     def later(self, work: Callable[[], None]) -> None:

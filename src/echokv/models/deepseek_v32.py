@@ -101,7 +101,7 @@ class DeepseekV32(nn.Module):
             [T, hidden], final norm applied; rows of padding are meaningless.
         """
         assert self._token_tile in (None, batch.num_tokens), "the runner pads passes to the tile"
-        context.attention.begin_pass()
+        context.attention.begin_pass(batch)
         context.indexer.begin_pass(batch)
         angles = self._rope.angles(batch.positions)
         hidden: Tensor = self.embed_tokens(batch.token_ids)
