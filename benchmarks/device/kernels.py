@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from echokv.bench.report import environment
+from echokv.kernels.protocol import Kernels
 from echokv.kernels.reference import index_keys as reference_keys
 from echokv.kernels.reference import rows as reference_rows
-from echokv.kernels.registry import Kernels, load_kernels
+from echokv.kernels.registry import load_kernels
 from echokv.log import progress
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 

@@ -7,7 +7,8 @@ from tests.kernels.cuda_emulator import emulated_kernels
 from torch import Tensor
 
 from echokv.cache.manager import CacheManager
-from echokv.kernels.registry import Kernels, load_kernels
+from echokv.kernels.protocol import Kernels
+from echokv.kernels.registry import load_kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 

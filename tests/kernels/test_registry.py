@@ -10,16 +10,8 @@ import pytest
 import torch
 
 from echokv.errors import KernelUnavailable
-from echokv.kernels.registry import (
-    AUTO_ON_HOPPER,
-    BACKENDS,
-    OPS,
-    Fp8Kernels,
-    Kernels,
-    ModelKernels,
-    folder_of,
-    load_kernels,
-)
+from echokv.kernels.protocol import Fp8Kernels, Kernels, ModelKernels
+from echokv.kernels.registry import AUTO_ON_HOPPER, BACKENDS, OPS, folder_of, load_kernels
 
 HAS_CUDA = torch.cuda.is_available()
 HAS_HOPPER = HAS_CUDA and torch.cuda.get_device_capability()[0] == 9

@@ -20,7 +20,8 @@ from echokv.cache.protocol import KVCache
 from echokv.cache.resident import ResidentCache
 from echokv.config import ModelConfig
 from echokv.indexer.indexer import Indexer, Selection
-from echokv.kernels.registry import Kernels, load_kernels
+from echokv.kernels.protocol import Kernels
+from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.pools import DevicePool, HostPool, IndexKeyPool
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots

@@ -11,7 +11,7 @@ from echokv.cache.batch import ForwardBatch, fits_at_once
 from echokv.cache.protocol import KVCache
 from echokv.errors import CapacityError
 from echokv.indexer.indexer import Selection
-from echokv.kernels.registry import Kernels
+from echokv.kernels.protocol import Kernels
 from echokv.memory.formats import RowFormat
 from echokv.memory.slots import DeviceSlots, HostSlots
 

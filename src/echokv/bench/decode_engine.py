@@ -25,7 +25,8 @@ from echokv.engine.sampling_params import SamplingParams
 from echokv.engine.scheduler import Scheduler
 from echokv.errors import CapacityError
 from echokv.indexer.indexer import Indexer, TokenSelector
-from echokv.kernels.registry import Kernels, load_kernels
+from echokv.kernels.protocol import Kernels
+from echokv.kernels.registry import load_kernels
 from echokv.log import get_logger, progress
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.slots import BLOCK_TOKENS, blocks_for

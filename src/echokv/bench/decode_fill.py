@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from echokv.kernels.registry import Kernels
+from echokv.kernels.protocol import Kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.slots import BLOCK_TOKENS
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from echokv.config import EngineConfig, ModelConfig
 from echokv.engine.resolve import fp8_refusal
 from echokv.errors import ConfigError
-from echokv.kernels.registry import Kernels
+from echokv.kernels.protocol import Kernels
 from echokv.log import progress
 from echokv.models.byte_tokenizer import write_tokenizer
 from echokv.models.deepseek_v32 import DeepseekV32

@@ -9,7 +9,7 @@ from rich.table import Table
 from echokv.bench.decode import StepTimer, cache_figures, spread
 from echokv.bench.decode_engine import DecodeEngine, LoadedModel
 from echokv.bench.decode_replay import ReplaySelector
-from echokv.kernels.registry import Kernels
+from echokv.kernels.protocol import Kernels
 
 
 def run_figures(loaded: LoadedModel, preset: str) -> dict[str, Any]:

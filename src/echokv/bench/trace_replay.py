@@ -20,7 +20,8 @@ from echokv.cache.policy import EvictionPolicy, RecencyThenScore
 from echokv.cache.protocol import LayerCounters
 from echokv.errors import ConfigError
 from echokv.kernels.cache_args import SCORE_BITS
-from echokv.kernels.registry import Kernels, load_kernels
+from echokv.kernels.protocol import Kernels
+from echokv.kernels.registry import load_kernels
 from echokv.log import progress
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots

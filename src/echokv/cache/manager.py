@@ -17,7 +17,7 @@ from echokv.cache.side_stream import SideStream
 from echokv.cache.state import CacheInvariantError, CacheState
 from echokv.errors import CapacityError
 from echokv.kernels.fused_layer import FusedLayer
-from echokv.kernels.registry import Kernels
+from echokv.kernels.protocol import Kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import DeviceSlots, HostSlots
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from echokv.kernels.registry import Kernels
+from echokv.kernels.protocol import Kernels
 from echokv.memory.slots import HostSlots
 
 

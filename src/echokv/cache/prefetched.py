@@ -6,7 +6,7 @@ from torch import Tensor
 from echokv.cache.side_stream import SideStream
 from echokv.cache.state import CacheState
 from echokv.kernels.cache_args import WORKSPACE_INTS
-from echokv.kernels.registry import Kernels
+from echokv.kernels.protocol import Kernels
 from echokv.memory.slots import HostSlots
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echokv.cache.state import CacheState
 from echokv.kernels.fused_layer import FusedLayer
-from echokv.kernels.registry import FusedRecall
+from echokv.kernels.protocol import FusedRecall
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from echokv.cache.protocol import LayerCounters
 from echokv.cache.state import CacheInvariantError
-from echokv.kernels.registry import Kernels
+from echokv.kernels.protocol import Kernels
 from echokv.memory.pools import DevicePool
 from echokv.memory.slots import NO_SLOT, DeviceSlots, HostSlots
 

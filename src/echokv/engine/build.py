@@ -29,7 +29,8 @@ from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
 from echokv.kernels.libraries import LibraryRequest
 from echokv.kernels.prefetch_args import BUDGET_UNIT
-from echokv.kernels.registry import Kernels, load_kernels
+from echokv.kernels.protocol import Kernels
+from echokv.kernels.registry import load_kernels
 from echokv.log import get_logger
 from echokv.memory.byte_plan import BytePlan
 from echokv.memory.formats import IndexKeyFormat, RowFormat

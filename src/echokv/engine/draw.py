@@ -13,8 +13,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from echokv.kernels.protocol import Kernels
 from echokv.kernels.reference.token_weights import GROUP, group_sums
-from echokv.kernels.registry import Kernels
 
 MAX_CANDIDATES = 1024
 """Largest top_k for which a row needs no sort of the whole vocabulary."""

@@ -19,7 +19,7 @@ from echokv.attention.context import ForwardContext
 from echokv.engine.decode_inputs import DecodeInputs
 from echokv.engine.draw import Described, Method, draw
 from echokv.engine.scheduler import ScheduledRequest
-from echokv.kernels.registry import Kernels
+from echokv.kernels.protocol import Kernels
 from echokv.log import progress
 from echokv.models.deepseek_v32 import DeepseekV32
 

@@ -25,7 +25,7 @@ from echokv.engine.draw import (
 from echokv.engine.outputs import TokenLogprobs
 from echokv.engine.request import Request
 from echokv.engine.sampling_params import SamplingParams
-from echokv.kernels.registry import Kernels
+from echokv.kernels.protocol import Kernels
 
 _FINITE = torch.finfo(torch.float32)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch
 from echokv.indexer.prefetch import QUERY_BLOCK, Prefetcher
+from echokv.kernels.protocol import Kernels
 from echokv.kernels.reference.index_scores import score_width
-from echokv.kernels.registry import Kernels
 from echokv.memory.formats import IndexKeyFormat
 from echokv.memory.plan import MAX_SCORE_BYTES
 from echokv.memory.slots import HostSlots

@@ -17,7 +17,7 @@ from echokv.cache.batch import ForwardBatch, fits_at_once
 from echokv.cache.manager import CacheManager
 from echokv.indexer.threshold import Predictions
 from echokv.kernels.prefetch_args import row_budget
-from echokv.kernels.registry import FusedPrefetch, Kernels
+from echokv.kernels.protocol import FusedPrefetch, Kernels
 from echokv.memory.formats import RowFormat
 from echokv.memory.slots import NO_SLOT, HostSlots
 

@@ -7,8 +7,8 @@ that one product gives both; the loader fills the halves (`places`).
 import torch
 from torch import Tensor, nn
 
+from echokv.kernels.protocol import Fp8Kernels
 from echokv.kernels.reference.fp8_linear import FP8_BLOCK
-from echokv.kernels.registry import Fp8Kernels
 from echokv.models.layers import Stacked, weight
 
 _SCALE = "weight_scale_inv"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from echokv.config import ModelConfig
-from echokv.kernels.registry import ModelKernels
+from echokv.kernels.protocol import ModelKernels
 from echokv.models.layers import LayerNorm, weight
 from echokv.models.matrices import Matrices
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from echokv.kernels.registry import ModelKernels, reference_model_kernels
+from echokv.kernels.protocol import ModelKernels
+from echokv.kernels.registry import reference_model_kernels
 
 PLAIN = reference_model_kernels()
 """What modules run on that are built without a backend."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from echokv.kernels.protocol import Fp8Kernels, ModelKernels
 from echokv.kernels.reference.fp8_linear import FP8_BLOCK
-from echokv.kernels.registry import Fp8Kernels, ModelKernels
 from echokv.models.fp8 import Fp8GatedMLP, Fp8Linear
 from echokv.models.layers import PLAIN, GatedMLP, Linear
 

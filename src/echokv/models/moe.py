@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from echokv.config import ModelConfig
-from echokv.kernels.registry import ModelKernels
+from echokv.kernels.protocol import ModelKernels
 from echokv.models.fp8 import Fp8Experts
 from echokv.models.layers import PLAIN, Stacked, weight
 from echokv.models.matrices import Matrices

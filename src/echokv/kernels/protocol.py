@@ -1,0 +1,344 @@
+"""What a backend offers: every op and every optional part, with one signature whoever serves it.
+
+What each op does is said once, in `kernels/reference`; who serves it is chosen in
+`kernels/registry.py`.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from echokv.kernels.fused_layer import FusedLayer
+from echokv.memory.formats import IndexKeyFormat, RowFormat
+
+
+class FusedRecall(Protocol):
+    """A layer's cache management in one launch; contracts are in `kernels/cuda/recall.py`."""
+
+    def victim_workspace(self, layers: int, device: torch.device) -> Tensor: ...
+
+    def choose_victims(
+        self,
+        floor: Tensor,
+        priority: Tensor,
+        ready: Tensor,
+        cursors: Tensor,
+        num_ready: int,
+        *,
+        steps_ahead: int = 0,
+    ) -> None: ...
+
+    def make_resident(
+        self, host_slots: Tensor, scores: Tensor, layer: FusedLayer, device_slots: Tensor
+    ) -> None: ...
+
+    def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None: ...
+
+
+class DecodeMla(Protocol):
+    """Attention of decode steps, where a library does it; see `kernels/flashmla/decode_mla.py`."""
+
+    def __call__(
+        self, query: Tensor, rows: Tensor, device_slots: Tensor, fmt: RowFormat, scale: float
+    ) -> Tensor: ...
+
+
+class ScheduledScores(Protocol):
+    """Index scores with work cut up once a pass; see `kernels/deepgemm/index_scores.py`."""
+
+    def schedule(
+        self,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        context_lens: Tensor,
+        max_context_len: int,
+    ) -> Any: ...
+
+    def index_scores(
+        self, query: Tensor, weights: Tensor, pages: Tensor, fmt: IndexKeyFormat, schedule: Any
+    ) -> Tensor: ...
+
+
+class Fp8Kernels(Protocol):
+    """Products with weights in block-scaled fp8."""
+
+    def fp8_linear(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor: ...
+
+    def fp8_gate_up(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor: ...
+
+    def fp8_experts(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+    ) -> Tensor: ...
+
+
+class ModelKernels(Protocol):
+    """What stands between a model's products."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def mla_latents(
+        self,
+        q_a: Tensor,
+        kv_a: Tensor,
+        q_weight: Tensor,
+        kv_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def index_key_rows(
+        self,
+        keys: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        interleaved: bool,
+    ) -> Tensor: ...
+
+    def rotate(
+        self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, interleaved: bool
+    ) -> None: ...
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+    def route(
+        self,
+        logits: Tensor,
+        bias: Tensor,
+        *,
+        groups: int,
+        chosen_groups: int,
+        chosen: int,
+        normalise: bool,
+        factor: float,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def add_rounded(self, total: Tensor, more: Tensor) -> Tensor: ...
+
+    def wide_linear(self, x: Tensor, weight: Tensor, factor: float) -> Tensor: ...
+
+
+class FusedPrefetch(Protocol):
+    """A layer's prefetch in one launch; contracts are in `kernels/cuda/fetch_ahead.py`."""
+
+    def fetches_rows_of(self, layer: FusedLayer) -> bool: ...
+
+    def fetch_ahead(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        request_slots: Tensor,
+        thresholds: Tensor,
+        enabled: Tensor,
+        layer: FusedLayer,
+        host_slots: Tensor,
+        found: Tensor,
+        num_found: Tensor,
+        *,
+        rows_per_unit: int,
+        least: int,
+    ) -> None: ...
+
+
+class Kernels(Fp8Kernels, ModelKernels, Protocol):
+    """Every op of one backend. Contracts are the docstrings in `kernels/reference`."""
+
+    @property
+    def name(self) -> str:
+        """The backend's name."""
+        ...
+
+    @property
+    def token_tile(self) -> int | None:
+        """Rows that every pass must have (padded), or None when any number does."""
+        ...
+
+    @property
+    def fused(self) -> FusedRecall | None:
+        """Lookup, free, allocate, recall and translate as one op, where the backend has it."""
+        ...
+
+    @property
+    def fused_prefetch(self) -> FusedPrefetch | None:
+        """Candidates, lookup, free, allocate and recall as one op, where the backend has it."""
+        ...
+
+    @property
+    def decode_mla(self) -> DecodeMla | None:
+        """`sparse_mla` for decode steps, where a library is faster; None: `sparse_mla` itself."""
+        ...
+
+    @property
+    def scheduled_scores(self) -> ScheduledScores | None:
+        """What computes index scores in the place of `index_scores`; None: nothing does."""
+        ...
+
+    def encode_rows(self, latent: Tensor, rope: Tensor, fmt: RowFormat) -> Tensor: ...
+
+    def decode_rows(self, rows: Tensor, fmt: RowFormat, dtype: torch.dtype) -> Tensor: ...
+
+    def write_index_keys(
+        self, keys: Tensor, host_slots: Tensor, pages: Tensor, fmt: IndexKeyFormat
+    ) -> None: ...
+
+    def index_scores(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        fmt: IndexKeyFormat,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        context_lens: Tensor,
+        max_context_len: int,
+    ) -> Tensor: ...
+
+    def topk(self, scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]: ...
+
+    def sparse_mla(
+        self, query: Tensor, rows: Tensor, device_slots: Tensor, fmt: RowFormat, scale: float
+    ) -> Tensor: ...
+
+    def lookup(
+        self,
+        host_slots: Tensor,
+        priorities: Tensor,
+        floor: Tensor,
+        host_to_device: Tensor,
+        priority: Tensor,
+        missing: Tensor,
+        num_missing: Tensor,
+        num_hits: Tensor,
+        workspace: Tensor,
+    ) -> None: ...
+
+    def free(
+        self,
+        num_needed: Tensor,
+        floor: Tensor,
+        device_free: Tensor,
+        priority: Tensor,
+        device_to_host: Tensor,
+        host_to_device: Tensor,
+        slot_buffer: Tensor,
+        num_freed: Tensor,
+        workspace: Tensor,
+    ) -> None: ...
+
+    def allocate(
+        self,
+        host_slots: Tensor,
+        count: Tensor,
+        floor: Tensor,
+        device_free: Tensor,
+        priority: Tensor,
+        device_to_host: Tensor,
+        host_to_device: Tensor,
+        slot_buffer: Tensor,
+        num_allocated: Tensor,
+        workspace: Tensor,
+    ) -> None: ...
+
+    def recall(
+        self,
+        host_slots: Tensor,
+        count: Tensor,
+        slot_buffer: Tensor,
+        host_rows: Tensor,
+        device_rows: Tensor,
+    ) -> None: ...
+
+    def write_rows(
+        self,
+        rows: Tensor,
+        host_slots: Tensor,
+        host_to_device: Tensor,
+        host_rows: Tensor,
+        device_rows: Tensor,
+    ) -> None: ...
+
+    def translate(
+        self,
+        host_slots: Tensor,
+        priorities: Tensor,
+        host_to_device: Tensor,
+        priority: Tensor,
+        device_slots: Tensor,
+    ) -> None: ...
+
+    def release(
+        self,
+        host_slots: Tensor,
+        device_free: Tensor,
+        priority: Tensor,
+        device_to_host: Tensor,
+        host_to_device: Tensor,
+    ) -> None: ...
+
+    def tick(self, clock: Tensor, floor: Tensor, priority: Tensor) -> None: ...
+
+    def score_priorities(
+        self, clock: Tensor, scores: Tensor, host_slots: Tensor, priorities: Tensor
+    ) -> None: ...
+
+    def token_weights(
+        self, logits: Tensor, best: Tensor, temperature: Tensor, min_p: Tensor, bits: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def prefetch_candidates(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        request_slots: Tensor,
+        thresholds: Tensor,
+        enabled: Tensor,
+        host_to_device: Tensor,
+        *,
+        most: int,
+        rows_per_unit: int,
+        least: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def update_thresholds(
+        self,
+        request_slots: Tensor,
+        kth_scores: Tensor,
+        candidate_scores: Tensor,
+        num_candidates: Tensor,
+        thresholds: Tensor,
+        usefulness: Tensor,
+        enabled: Tensor,
+    ) -> None: ...
+
+    def count_useful(
+        self,
+        host_slots: Tensor,
+        floor: Tensor,
+        host_to_device: Tensor,
+        priority: Tensor,
+        total: Tensor,
+    ) -> None: ...
+
+    def name_rows(
+        self, positions: Tensor, scores: Tensor, request_rows: Tensor, block_tables: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
