@@ -26,10 +26,10 @@ from index_scores import FMT, Case, make_case  # benchmarks/device/index_scores.
 from torch import Tensor
 
 from echokv.bench.report import environment
-from echokv.cache.batch import positions_to_host_slots
 from echokv.cache.manager import CacheManager
 from echokv.kernels.cuda import index_scores as cuda
 from echokv.kernels.fused_layer import TOTALS, FusedLayer
+from echokv.kernels.reference.name_rows import positions_to_host_slots
 from echokv.kernels.registry import load_kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots

@@ -258,7 +258,7 @@ def test_a_piece_finds_what_was_recalled_ahead(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("pool", [7 * (TOPK + 1), 256])
 def test_a_decode_step_recalls_beside_its_query(pool: int) -> None:
     world = World(pool, 7)
-    world.batch = replace(world.batch, block_tables=world.batch.block_tables.expand(7, 1))
+    world.batch = replace(world.batch, request_slots=torch.arange(7, dtype=torch.int32))
     for layer in range(LAYERS):
         world.attention.begin_recall(layer, world.selection, world.batch)
         assert torch.equal(world.attend(layer), World(None, 7).attend(layer))
@@ -266,12 +266,14 @@ def test_a_decode_step_recalls_beside_its_query(pool: int) -> None:
     world.cache.cache.check()
 
 
-@pytest.mark.parametrize(("pool", "requests"), [(None, 7), (7 * (TOPK + 1) - 1, 7), (256, 1)])
-def test_nothing_is_recalled_beside_where_it_would_not_do(pool: int | None, requests: int) -> None:
+@pytest.mark.parametrize(
+    ("pool", "decode"), [(None, True), (7 * (TOPK + 1) - 1, True), (256, False)]
+)
+def test_nothing_is_recalled_beside_where_it_would_not_do(pool: int | None, decode: bool) -> None:
     """Everything resident, a pass that doesn't fit, a prefill."""
     world = World(pool, 7)
-    tables = world.batch.block_tables.expand(requests, 1)
-    world.batch = replace(world.batch, block_tables=tables)
+    slots = torch.arange(7, dtype=torch.int32) if decode else None
+    world.batch = replace(world.batch, request_slots=slots)
     world.attention.begin_recall(0, world.selection, world.batch)
     assert torch.equal(world.attend(0), World(None, 7).attend(0))
     assert "ahead" not in {name for name, _ in world.cache.calls}

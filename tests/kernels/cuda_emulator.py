@@ -193,7 +193,7 @@ class Emulator:
         found = torch.full((rows, most), -torch.inf)
         shares = torch.zeros((blocks, 3), dtype=torch.int32)
         prefetch = index_scores.PrefetchArguments(
-            index_scores.layer_argument(layer), pointer(request_slots), pointer(thresholds),
+            recall.layer_of(layer), pointer(request_slots), pointer(thresholds),
             pointer(enabled), pointer(counts), pointer(host_slots), pointer(found), most,
             rows_per_unit, least, rows,
         )  # fmt: skip

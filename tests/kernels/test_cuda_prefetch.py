@@ -11,12 +11,12 @@ from tests.kernels.prefetch_model import PrefetchCase, make_case
 from tests.kernels.resident_model import LayerUnderTest
 from tests.kernels.test_cuda_emulated import layer
 
-from echokv.cache.batch import positions_to_host_slots
 from echokv.cache.manager import CacheManager
 from echokv.kernels.cuda import index_scores as cuda
 from echokv.kernels.cuda import recall
 from echokv.kernels.cuda.topk import topk
 from echokv.kernels.fused_layer import TOTALS, FusedLayer
+from echokv.kernels.reference.name_rows import positions_to_host_slots
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat
 from echokv.memory.pools import DevicePool, HostPool

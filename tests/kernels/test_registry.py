@@ -11,7 +11,7 @@ import torch
 
 from echokv.errors import KernelUnavailable
 from echokv.kernels.protocol import Fp8Kernels, Kernels, ModelKernels
-from echokv.kernels.registry import AUTO_ON_HOPPER, BACKENDS, OPS, folder_of, load_kernels
+from echokv.kernels.registry import AUTO_ON_HOPPER, BACKENDS, CUDA_OPS, OPS, folder_of, load_kernels
 
 HAS_CUDA = torch.cuda.is_available()
 HAS_HOPPER = HAS_CUDA and torch.cuda.get_device_capability()[0] == 9
@@ -70,7 +70,8 @@ def test_cuda_says_which_ops_it_takes_from_where(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger="echokv"):
         kernels = load_kernels("cuda", CUDA)
     assert kernels.fused is not None
-    assert "CUDA C++ for topk, recall, fused recall; Triton for encode_rows" in caplog.text
+    words = f"CUDA C++ for {', '.join(CUDA_OPS)}, fused recall; Triton for encode_rows"
+    assert words in caplog.text
 
 
 def test_an_unknown_backend_is_an_error_that_lists_the_known() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echokv.cache.batch import ForwardBatch, positions_to_host_slots
+from echokv.cache.batch import ForwardBatch
 from echokv.indexer.indexer import Indexer, Selection
+from echokv.kernels.reference.name_rows import positions_to_host_slots
 from echokv.models.deepseek_v32 import DeepseekV32
 
 REFRESH_STEPS = 4

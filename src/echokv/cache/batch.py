@@ -6,18 +6,17 @@ padding: they have context_len 0 and host slot -1, select nothing and write noth
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT, HostSlots
+from echokv.memory.slots import HostSlots
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardBatch:
     """The tokens of one forward pass. T tokens, R requests, B blocks a table, S sampled rows.
 
-    Rows of one request are contiguous and in ascending position. Only a pass of one token a
-    request, a decode step, has request_slots: others neither predict nor learn.
+    Rows of one request are contiguous and in ascending position. A decode pass, one token a
+    request, has request_slots; others neither predict nor learn.
     """
 
     token_ids: Tensor  # [T] int64
@@ -25,7 +24,7 @@ class ForwardBatch:
     context_lens: Tensor  # [T] int32: positions + 1; 0 for padding
     host_slots: HostSlots  # [T] int32: where this token's row goes; -1 for padding
     request_rows: Tensor  # [T] int32: row of block_tables; 0 for padding
-    request_slots: Tensor | None  # [T] int32: running request of a decode row; -1: padding
+    request_slots: Tensor | None  # [T] int32, -1 for padding; None: no decode pass
     block_tables: Tensor  # [R, B] int32 host block ids in order; -1 past the end
     sampled_rows: Tensor  # [S] int64: rows whose logits are wanted
     max_context_len: int  # largest entry of context_lens, on the CPU
@@ -34,32 +33,13 @@ class ForwardBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row is a request's only one."""
-        return self.num_tokens == self.block_tables.shape[0]
+        """Whether every real row is its request's only one."""
+        return self.request_slots is not None
 
     @property
     def num_tokens(self) -> int:
         """Rows in this pass, padding included."""
         return self.token_ids.shape[0]
-
-
-def positions_to_host_slots(
-    positions: Tensor, request_rows: Tensor, block_tables: Tensor
-) -> HostSlots:
-    """Translate token positions to host slots through the block tables.
-
-    Args:
-        positions: [T, k] int32, -1 for none.
-        request_rows: [T] int32, row of block_tables of each row of positions.
-        block_tables: [R, B] int32 host block ids.
-
-    Returns:
-        [T, k] int32 host slots, -1 where positions is -1.
-    """
-    blocks = block_tables[request_rows.long()]  # [T, B]
-    safe = positions.clamp(min=0).long()
-    slots = blocks.gather(1, safe // BLOCK_TOKENS) * BLOCK_TOKENS + (safe % BLOCK_TOKENS)
-    return HostSlots(torch.where(positions < 0, NO_SLOT, slots).to(torch.int32))
 
 
 def fits_at_once(num_tokens: int, topk: int, context_rows: int, capacity: int) -> bool:

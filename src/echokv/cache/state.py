@@ -104,7 +104,7 @@ class CacheState:
         )
 
     def check(self) -> None:
-        """Verify invariants 1 and 2 of DESIGN.md in every layer; synchronises.
+        """Verify in every layer that mappings agree and free means free; synchronises.
 
         Raises:
             CacheInvariantError: with the layer and the slots at fault.
@@ -114,7 +114,7 @@ class CacheState:
             self._check_free(index)
 
     def _check_mappings(self, index: int) -> None:
-        """Invariant 1: both mappings name each other."""
+        """Both mappings name each other."""
         state = self.layer(index)
         _fail_if(
             (state.device_to_host < NO_SLOT) | (state.device_to_host >= self.host_slots),
@@ -138,7 +138,7 @@ class CacheState:
         )
 
     def _check_free(self, index: int) -> None:
-        """Invariant 2: free exactly when no host slot is held and the priority is -1."""
+        """Free exactly when no host slot is held and the priority is -1."""
         state = self.layer(index)
         is_free = state.device_free == 1
         _fail_if(

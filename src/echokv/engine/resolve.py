@@ -1,7 +1,6 @@
 """Turns every `auto` of an EngineConfig into a decision, once, for this machine and model."""
 
 import dataclasses
-import importlib.util
 
 import torch
 
@@ -78,8 +77,6 @@ def _device(config: EngineConfig) -> str:
 def _backend(config: EngineConfig, device: str) -> str:
     if config.backend != "auto":
         return config.backend
-    if device == "cuda" and importlib.util.find_spec("triton") is None:
-        raise ConfigError("--backend auto needs triton on CUDA: pip install triton")
     return auto_backend(torch.device(device))
 
 

@@ -110,7 +110,7 @@ class Prefetcher:
         All rows that may be prefetched, selected or written in one pass fit the device pool
         together, so that no prediction can take the room that the selection needs.
         """
-        if batch.request_slots is None:
+        if not batch.is_decode:
             return 0
         tokens, capacity = batch.num_real_tokens, self._cache.capacity
         if tokens * batch.max_context_len < LEAST_SCORED:
@@ -128,7 +128,7 @@ class Prefetcher:
         """
         tokens, rows = batch.num_real_tokens, batch.num_context_rows
         fits = fits_at_once(tokens, self._topk, rows, self._cache.capacity)
-        return batch.request_slots is None and fits and tokens > QUERY_BLOCK
+        return not batch.is_decode and fits and tokens > QUERY_BLOCK
 
     def recall_block(
         self, index_layer: int, host_slots: HostSlots, scores: Tensor, batch: ForwardBatch

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
-from echokv.kernels.cuda.index_scores import Contexts, PrefetchArguments, layer_argument
+from echokv.kernels.cuda.index_scores import Contexts, PrefetchArguments
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
-from echokv.kernels.cuda.recall import moves_16_bytes
+from echokv.kernels.cuda.recall import layer_of, moves_16_bytes
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.prefetch_args import check_candidates_args
 
@@ -123,7 +123,7 @@ def ahead_arguments(
     """What the kernel takes; see `fetch_ahead`."""
     rows, width = scores.shape
     prefetch = PrefetchArguments(
-        layer_argument(layer), pointer(request_slots), pointer(thresholds), pointer(enabled),
+        layer_of(layer), pointer(request_slots), pointer(thresholds), pointer(enabled),
         pointer(num_found), pointer(host_slots), pointer(found), host_slots.shape[1],
         rows_per_unit, least, rows,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
-from echokv.kernels.cuda.recall import Layer, moves_16_bytes
+from echokv.kernels.cuda.recall import Layer, layer_of, moves_16_bytes
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.reference.index_scores import check_scores_args, score_width
 from echokv.kernels.triton import index_scores as portable
@@ -223,7 +223,7 @@ def index_scores_prefetch(
     found = torch.empty((rows, most), device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     arguments = PrefetchArguments(
-        layer_argument(layer), pointer(request_slots), pointer(thresholds), pointer(enabled),
+        layer_of(layer), pointer(request_slots), pointer(thresholds), pointer(enabled),
         pointer(counts), pointer(host_slots), pointer(found), most, rows_per_unit, least, rows,
     )  # fmt: skip
     if rows:
@@ -247,17 +247,6 @@ def fetch_late(prefetch: Prefetch) -> None:
         blocks = min(_LATE_BLOCKS, -(-entries // (_WARPS * _LATE_AT_ONCE)))
         device = prefetch.host_slots.device
         MODULE.launch("fetch_late", prefetch.arguments, device, blocks=blocks)
-
-
-def layer_argument(layer: FusedLayer) -> Layer:
-    """A layer as kernels take it."""
-    return Layer(
-        pointer(layer.floor), pointer(layer.host_to_device), pointer(layer.priority),
-        pointer(layer.device_to_host), pointer(layer.device_free), pointer(layer.ready),
-        pointer(layer.cursor), pointer(layer.totals), pointer(layer.barrier),
-        pointer(layer.host_rows), pointer(layer.device_rows), layer.device_rows.shape[1],
-        layer.num_ready,
-    )  # fmt: skip
 
 
 def quantise_query(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
-from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT
+from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT, HostSlots
 
 
 def name_rows(
@@ -22,14 +22,30 @@ def name_rows(
         [T, k] int32 host slots, -1 where positions is -1; [T, k] float32, -inf there.
     """
     check_name_args(positions, scores, request_rows, block_tables)
+    chosen = scores.gather(1, positions.clamp(min=0).long())
+    return (
+        positions_to_host_slots(positions, request_rows, block_tables),
+        chosen.masked_fill(positions < 0, float("-inf")),
+    )
+
+
+def positions_to_host_slots(
+    positions: Tensor, request_rows: Tensor, block_tables: Tensor
+) -> HostSlots:
+    """The first half of `name_rows`, for tools that have no scores.
+
+    Args:
+        positions: [T, k] int32, -1 for none.
+        request_rows: [T] int32: each row's row of block_tables.
+        block_tables: [R, B] int32 host block ids.
+
+    Returns:
+        [T, k] int32 host slots, -1 where positions is -1.
+    """
     safe = positions.clamp(min=0).long()
     blocks = block_tables[request_rows.long()].gather(1, safe // BLOCK_TOKENS)
     slots = blocks * BLOCK_TOKENS + (safe % BLOCK_TOKENS)
-    absent = positions < 0
-    return (
-        torch.where(absent, NO_SLOT, slots).to(torch.int32),
-        scores.gather(1, safe).masked_fill(absent, float("-inf")),
-    )
+    return HostSlots(torch.where(positions < 0, NO_SLOT, slots).to(torch.int32))
 
 
 def check_name_args(
