@@ -20,7 +20,7 @@ HISPARSE = {
     (1, 0.0): 17, (13, 0.0): 19, (64, 0.0): 22, (1, 0.03): 27, (13, 0.03): 33, (64, 0.03): 78,
     (13, 0.1): 57,
 }  # fmt: skip
-"""Microseconds of SGLang HiSparse's swap-in by batch and share missing: DESIGN.md, another run."""
+"""Microseconds of SGLang HiSparse's swap-in by batch and share missing, of an earlier run."""
 
 Row = dict[str, Any]
 

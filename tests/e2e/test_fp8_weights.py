@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.harness import make_engine, tokens_of
 
-from echokv.engine import build
+from echokv.engine import choices
 from echokv.engine.sampling_params import SamplingParams
 from echokv.models.random_checkpoint import write_random_checkpoint
 
@@ -36,7 +36,7 @@ def test_weights_are_kept_where_they_can_be_and_said_to_be(
     write_random_checkpoint(tmp_path, num_hidden_layers=2, quantization_config=quantised)
     with caplog.at_level(logging.INFO, logger="echokv"):
         converted, wide_bytes = run(tmp_path)
-        monkeypatch.setattr(build, "fp8_refusal", lambda config, model: None)
+        monkeypatch.setattr(choices, "fp8_refusal", lambda config, model: None)
         kept, fp8_bytes = run(tmp_path)
     assert "block-fp8 weights: converted to bfloat16: --device is cpu" in caplog.text
     assert "block-fp8 weights: kept as stored" in caplog.text

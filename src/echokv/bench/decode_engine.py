@@ -17,7 +17,8 @@ from echokv.bench.decode_fill import fill_index_keys, fill_rows
 from echokv.bench.decode_preset import random_model, write_preset
 from echokv.bench.decode_replay import ReplaySelector, SelectionSource
 from echokv.config import EngineConfig, ModelConfig
-from echokv.engine.build import EngineHooks, library_request
+from echokv.engine.build import EngineHooks
+from echokv.engine.choices import index_key_format, library_request, row_format
 from echokv.engine.engine import Engine
 from echokv.engine.request import Request
 from echokv.engine.resolve import resolve
@@ -93,18 +94,12 @@ class LoadedModel:
     @property
     def row_format(self) -> RowFormat:
         """How rows of these engines are laid out."""
-        return RowFormat(
-            name=self.engine_config.kv_cache_dtype,
-            latent_dim=self.config.kv_lora_rank,
-            rope_dim=self.config.qk_rope_head_dim,
-        )
+        return row_format(self.engine_config, self.config)
 
     @property
     def index_key_format(self) -> IndexKeyFormat:
         """How index keys of these engines are laid out."""
-        return IndexKeyFormat(
-            name=self.engine_config.index_key_dtype, head_dim=self.config.index_head_dim
-        )
+        return index_key_format(self.engine_config, self.config)
 
     @property
     def nbytes(self) -> int:

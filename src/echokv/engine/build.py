@@ -4,7 +4,6 @@ Decides (resolve, plan), then loads weights, then takes the pools; checks the pl
 really allocated.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,9 @@ from echokv.cache.policy import EvictionPolicy
 from echokv.cache.protocol import KVCache
 from echokv.cache.resident import ResidentCache
 from echokv.config import EngineConfig, ModelConfig
+from echokv.engine.choices import index_key_format, library_request, matrices_of, row_format
 from echokv.engine.graph import DecodeGraphs, GraphShapes
-from echokv.engine.resolve import fp8_refusal, resolve
+from echokv.engine.resolve import resolve
 from echokv.engine.runner import ModelRunner
 from echokv.engine.sampler import Sampler
 from echokv.engine.scheduler import SchedulerLimits
@@ -27,20 +27,16 @@ from echokv.engine.tokenizer import Tokenizer
 from echokv.indexer.indexer import Indexer, TokenSelector
 from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
-from echokv.kernels.libraries import LibraryRequest
 from echokv.kernels.prefetch_args import BUDGET_UNIT
 from echokv.kernels.protocol import Kernels
 from echokv.kernels.registry import load_kernels
 from echokv.log import get_logger
 from echokv.memory.byte_plan import BytePlan
-from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.host_memory import HostMemory
 from echokv.memory.plan import make_plan
 from echokv.memory.pools import DevicePool, HostPool, IndexKeyPool
 from echokv.models.deepseek_v32 import DeepseekV32
-from echokv.models.matrices import Matrices
 from echokv.models.registry import load_model, weight_bytes
-from echokv.models.weights import fp8_weights
 
 logger = get_logger(__name__)
 
@@ -100,14 +96,15 @@ def plan_engine(
     """
     model_config = ModelConfig.from_dir(config.model)
     config = resolve(config, model_config)
+    weights = 0
+    if not weights_loaded:
+        weights = weight_bytes(model_config, matrices_of(config, model_config))
     plan = make_plan(
         model_config,
         config,
-        _row_format(config, model_config),
-        _index_key_format(config, model_config),
-        weight_bytes=0
-        if weights_loaded
-        else weight_bytes(model_config, _matrices(config, model_config)),
+        row_format(config, model_config),
+        index_key_format(config, model_config),
+        weight_bytes=weights,
         device_bytes=torch.cuda.mem_get_info()[0] if config.device == "cuda" else None,
         host_bytes=HostMemory.read().usable,
     )
@@ -134,37 +131,21 @@ def build_engine_parts(
     config, model_config, plan = plan_engine(config, weights_loaded=hooks.model is not None)
     device = torch.device(config.device)
     kernels = load_kernels(config.backend, device, library_request(config, model_config))
-    tokenizer = Tokenizer.from_dir(config.model)
-    model = hooks.model
-    if model is None:
-        on_phase("loading weights")
-        matrices = _matrices(config, model_config, kernels)
-        model = load_model(config.model, model_config, matrices, device)
-        plan.verify({"weights": sum(weight.nbytes for weight in model.parameters())})
-    on_phase("allocating the pools")
-    row_format = _row_format(config, model_config)
-    host_pool, cache = _cache(config, model_config, plan, row_format, kernels, device, hooks)
-    plan.verify({"metadata": cache.metadata_bytes})
-    prefetcher = _prefetcher(config, model_config, plan, row_format, kernels, cache, hooks)
-    indexer = _indexer(config, model_config, plan, kernels, device, prefetcher)
-    context = ForwardContext(
-        hooks.selector(model, indexer) if hooks.selector else indexer,
-        SparseAttention(
-            kernels,
-            cache,
-            row_format,
-            model_config.softmax_scale,
-            model_config.index_topk,
-            ahead=prefetcher is not None,
-        ),
-        hooks.observer,
+    decided = _Decided(
+        config=config, model=model_config, plan=plan, kernels=kernels, device=device, hooks=hooks
     )
+    tokenizer = Tokenizer.from_dir(config.model)
+    model = _model(decided, on_phase)
+    on_phase("allocating the pools")
+    host_pool, cache = _cache(decided)
+    prefetcher = _prefetcher(decided, cache)
+    context = _context(decided, model, cache, prefetcher)
     tokens = torch.zeros(plan.max_running, dtype=torch.int64, device=device)
-    graphs = _graphs(config, plan, model, context, kernels, tokens, hooks.graph_shapes, on_phase)
+    graphs = _graphs(decided, model, context, tokens, on_phase)
     eos_token_ids = tuple({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
     logger.info(
         "%s on %s: %s, kv cache %s, index keys %s, %s kernels, %s",
-        *(model_name, config.device, config.dtype, row_format.name, config.index_key_dtype),
+        *(model_name, config.device, config.dtype, config.kv_cache_dtype, config.index_key_dtype),
         *(kernels.name, "offloaded" if config.offload else "everything resident"),
     )
     return EngineParts(
@@ -194,117 +175,95 @@ def build_engine_parts(
     )
 
 
-def library_request(config: EngineConfig, model: ModelConfig) -> LibraryRequest:
-    """What the libraries' kernels would have to serve; for `load_kernels`.
+@dataclass(frozen=True, kw_only=True)
+class _Decided:
+    """What is settled before anything is loaded."""
 
-    Args:
-        config: resolved.
-        model: the checkpoint's.
-    """
-    has_fp8 = model.quant_block_size is not None and fp8_refusal(config, model) is None
-    return LibraryRequest(
-        attention=config.attention_kernel,
-        gemm=config.gemm_kernel,
-        indexer=config.indexer_kernel,
-        row_format=_row_format(config, model),
-        index_key_format=_index_key_format(config, model),
-        num_heads=model.num_attention_heads,
-        index_heads=model.index_n_heads,
-        dtype=getattr(torch, config.dtype),
-        fp8_weights=has_fp8,
-    )
+    config: EngineConfig  # resolved
+    model: ModelConfig
+    plan: BytePlan
+    kernels: Kernels
+    device: torch.device
+    hooks: EngineHooks
 
 
-def _matrices(config: EngineConfig, model: ModelConfig, kernels: Kernels | None = None) -> Matrices:
-    """How the checkpoint's matrices are kept; without kernels for counting only."""
-    plain = Matrices(dtype=getattr(torch, config.dtype))
-    if kernels is not None:
-        plain = dataclasses.replace(plain, token_tile=kernels.token_tile, ops=kernels)
-    if model.quant_block_size is None:
-        return plain
-    refusal = fp8_refusal(config, model)
-    if kernels is not None:
-        state = "kept as stored" if refusal is None else f"converted to {config.dtype}: {refusal}"
-        logger.info("block-fp8 weights: %s", state)
-    if refusal is not None:
-        return plain
-    stored = fp8_weights(config.model)
-    return dataclasses.replace(plain, keep_fp8=True, kernels=kernels, is_fp8=stored.__contains__)
+def _model(decided: _Decided, on_phase: Callable[[str], None]) -> DeepseekV32:
+    if decided.hooks.model is not None:
+        return decided.hooks.model
+    on_phase("loading weights")
+    config, device = decided.config, decided.device
+    matrices = matrices_of(config, decided.model, decided.kernels)
+    model = load_model(config.model, decided.model, matrices, device)
+    decided.plan.verify({"weights": sum(weight.nbytes for weight in model.parameters())})
+    return model
 
 
-def _cache(
-    config: EngineConfig,
-    model: ModelConfig,
-    plan: BytePlan,
-    row_format: RowFormat,
-    kernels: Kernels,
-    device: torch.device,
-    hooks: EngineHooks,
-) -> tuple[HostPool | None, KVCache]:
-    layers, row_bytes = model.num_hidden_layers, row_format.row_bytes
+def _cache(decided: _Decided) -> tuple[HostPool | None, KVCache]:
+    config, plan, kernels, device = decided.config, decided.plan, decided.kernels, decided.device
+    layers = decided.model.num_hidden_layers
+    row_bytes = row_format(config, decided.model).row_bytes
     device_pool = DevicePool(layers, plan.device_slots, row_bytes, device)
     plan.verify({"device pool": device_pool.rows.nbytes})
     if not config.offload:
-        return None, ResidentCache(kernels, device_pool)
+        resident = ResidentCache(kernels, device_pool)
+        plan.verify({"metadata": resident.metadata_bytes})
+        return None, resident
     host_pool = HostPool(layers, plan.host_slots, row_bytes, device)
     plan.verify({"host pool": host_pool.rows.nbytes})
-    policy = hooks.policy(kernels) if hooks.policy else None
-    return host_pool, CacheManager(kernels, host_pool, device_pool, policy)
+    policy = decided.hooks.policy(kernels) if decided.hooks.policy else None
+    manager = CacheManager(kernels, host_pool, device_pool, policy)
+    plan.verify({"metadata": manager.metadata_bytes})
+    return host_pool, manager
 
 
-def _indexer(
-    config: EngineConfig,
-    model: ModelConfig,
-    plan: BytePlan,
-    kernels: Kernels,
-    device: torch.device,
-    prefetcher: Prefetcher | None,
-) -> Indexer:
-    fmt = _index_key_format(config, model)
-    layers = len(model.index_layers)
-    pool = IndexKeyPool(layers, plan.num_host_blocks, fmt.page_bytes, device)
-    plan.verify({"index keys": pool.pages.nbytes})
-    return Indexer(kernels, pool.pages, fmt, model.index_topk, prefetcher)
-
-
-def _prefetcher(
-    config: EngineConfig,
-    model: ModelConfig,
-    plan: BytePlan,
-    row_format: RowFormat,
-    kernels: Kernels,
-    cache: KVCache,
-    hooks: EngineHooks,
-) -> Prefetcher | None:
+def _prefetcher(decided: _Decided, cache: KVCache) -> Prefetcher | None:
     """What fetches rows ahead of decode's selections, where that is on."""
+    config, model = decided.config, decided.model
     if config.prefetch == "off" or not isinstance(cache, CacheManager):
         logger.info("no prefetch")
         return None
-    budget = hooks.prefetch_budget or PrefetchBudget.of(row_format)
+    budget = decided.hooks.prefetch_budget or PrefetchBudget.of(row_format(config, model))
     logger.info(
         "prefetch in decode steps: at most %d rows a request and layer, and %d in 1000 tokens",
         budget.least,
         budget.rows_per_unit * 1000 // BUDGET_UNIT,
     )
-    predictions = Predictions.create(
-        len(model.index_layers), plan.max_running, torch.device(config.device)
+    layers = tuple(model.index_layers)
+    predictions = Predictions.create(len(layers), decided.plan.max_running, decided.device)
+    return Prefetcher(decided.kernels, cache, predictions, budget, layers, model.index_topk)
+
+
+def _context(
+    decided: _Decided, model: DeepseekV32, cache: KVCache, prefetcher: Prefetcher | None
+) -> ForwardContext:
+    """The indexer, with the pool of its keys, and the attention."""
+    config, sizes, kernels, hooks = decided.config, decided.model, decided.kernels, decided.hooks
+    fmt = index_key_format(config, sizes)
+    blocks = decided.plan.num_host_blocks
+    pool = IndexKeyPool(len(sizes.index_layers), blocks, fmt.page_bytes, decided.device)
+    decided.plan.verify({"index keys": pool.pages.nbytes})
+    indexer = Indexer(kernels, pool.pages, fmt, sizes.index_topk, prefetcher)
+    attention = SparseAttention(
+        kernels,
+        cache,
+        row_format(config, sizes),
+        sizes.softmax_scale,
+        sizes.index_topk,
+        ahead=prefetcher is not None,
     )
-    return Prefetcher(
-        kernels, cache, predictions, budget, tuple(model.index_layers), model.index_topk
-    )
+    selector = hooks.selector(model, indexer) if hooks.selector else indexer
+    return ForwardContext(selector, attention, hooks.observer)
 
 
 def _graphs(
-    config: EngineConfig,
-    plan: BytePlan,
+    decided: _Decided,
     model: DeepseekV32,
     context: ForwardContext,
-    kernels: Kernels,
     tokens: torch.Tensor,
-    shapes: GraphShapes | None,
     on_phase: Callable[[str], None],
 ) -> DecodeGraphs | None:
     """Captured decode steps, or None with the reason in the log."""
+    config = decided.config
     reasons = {
         "no GPU": config.device != "cuda",
         "--enforce-eager": config.enforce_eager,
@@ -319,18 +278,8 @@ def _graphs(
     return DecodeGraphs(
         model,
         context,
-        kernels,
-        max_model_len=plan.max_model_len,
+        decided.kernels,
+        max_model_len=decided.plan.max_model_len,
         tokens=tokens,
-        shapes=shapes,
+        shapes=decided.hooks.graph_shapes,
     )
-
-
-def _row_format(config: EngineConfig, model: ModelConfig) -> RowFormat:
-    return RowFormat(
-        name=config.kv_cache_dtype, latent_dim=model.kv_lora_rank, rope_dim=model.qk_rope_head_dim
-    )
-
-
-def _index_key_format(config: EngineConfig, model: ModelConfig) -> IndexKeyFormat:
-    return IndexKeyFormat(name=config.index_key_dtype, head_dim=model.index_head_dim)
