@@ -9,12 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from echokv.cache.checks import check_live, check_room, check_rows, live_slots
 from echokv.cache.policy import EvictionPolicy, RecencyThenScore
 from echokv.cache.prefetched import PrefetchedRows
 from echokv.cache.protocol import KVCache, LayerCounters
 from echokv.cache.ready import ReadyLists
+from echokv.cache.reserve import COLUMNS, EVICTED, HITS, RECALLED, WRITTEN, Reserver
 from echokv.cache.side_stream import SideStream
-from echokv.cache.state import CacheInvariantError, CacheState
+from echokv.cache.state import CacheState
 from echokv.errors import CapacityError
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.protocol import Kernels
@@ -22,8 +24,6 @@ from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import DeviceSlots, HostSlots
 
 __all__ = ["CacheManager", "KVCache", "LayerCounters"]
-
-_HITS, _RECALLED, _EVICTED, _WRITTEN, _ALLOCATED = range(5)
 
 
 class CacheManager:
@@ -51,20 +51,23 @@ class CacheManager:
         layers, slots, _ = device_pool.rows.shape
         device = device_pool.rows.device
         self.state = CacheState.create(layers, slots, host_pool.num_slots, device)
-        self._totals = torch.zeros((layers, 5), dtype=torch.int64, device=device)
+        self._totals = torch.zeros((layers, COLUMNS), dtype=torch.int64, device=device)
         self._ready: ReadyLists | None = None
         if kernels.fused is not None and policy is None:
             self._ready = ReadyLists(
                 kernels.fused, self.state, host_pool, device_pool, self._totals
             )
+        # Ready lists lie in the layers' slot buffers, which the op-by-op path leaves alone then.
+        scratch = None if self._ready is None else self._ready.scratch
+        self._slots = Reserver(kernels, self.state, scratch, self.state.workspace)
         # What the ops of one call count, laid out like a row of _totals so that one addition
         # takes it over; append and make_resident each leave the other's columns at zero.
-        self._selecting = torch.zeros(5, dtype=torch.int32, device=device)
-        self._appending = torch.zeros(5, dtype=torch.int32, device=device)
+        self._selecting = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
+        self._appending = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
         self._ignored = torch.zeros(1, dtype=torch.int32, device=device)
         self.side = SideStream(device)
         """Where `prefetch` may run: whatever else touches the cache waits for it first."""
-        self._prefetched = PrefetchedRows(kernels, self.state, self.side, self._totals.shape[1])
+        self._prefetched = PrefetchedRows(kernels, self.state, self.side)
 
     @property
     def capacity(self) -> int:
@@ -103,7 +106,8 @@ class CacheManager:
         if keep > 0:
             kept = HostSlots(host_slots[host_slots.shape[0] - keep :])
             priorities = self.state.floor.repeat(keep)
-            self._reserve(layer, kept, priorities, self._appending, _WRITTEN, self._ignored)
+            self._slots.reserve(layer, kept, priorities, self._appending, WRITTEN, self._ignored)
+            self._totals[layer].add_(self._appending)
         self._kernels.write_rows(
             rows,
             host_slots,
@@ -152,15 +156,10 @@ class CacheManager:
         state, counts = self.state.layer(layer), self._selecting
         priorities = self._policy.priorities(self.state.clock, scores, host_slots).flatten()
         wanted = HostSlots(host_slots.flatten())
-        hits = counts[_HITS : _HITS + 1]
-        missing = self._reserve(layer, wanted, priorities, counts, _RECALLED, hits)
-        self._kernels.recall(
-            missing,
-            counts[_RECALLED : _RECALLED + 1],
-            state.slot_buffer,
-            self._host_pool.rows[layer],
-            self._device_pool.rows[layer],
-        )
+        hits = counts[HITS : HITS + 1]
+        missing = self._slots.reserve(layer, wanted, priorities, counts, RECALLED, hits)
+        self._totals[layer].add_(counts)
+        self._recall(layer, missing, counts, self._slots)
         device_slots = torch.empty_like(wanted)
         self._kernels.translate(
             wanted, priorities, state.host_to_device, state.priority, device_slots
@@ -185,16 +184,8 @@ class CacheManager:
         self.side.catch_up()
         mine, wanted = self._prefetched, HostSlots(host_slots.flatten())
         counts, priorities = mine.counts, mine.unranked[: wanted.shape[0]]
-        missing = self._reserve(
-            layer, wanted, priorities, counts, _RECALLED, mine.num_hits, beside=mine
-        )
-        self._kernels.recall(
-            missing,
-            counts[_RECALLED : _RECALLED + 1],
-            mine.slot_buffer,
-            self._host_pool.rows[layer],
-            self._device_pool.rows[layer],
-        )
+        missing = mine.slots.reserve(layer, wanted, priorities, counts, RECALLED, mine.num_hits)
+        self._recall(layer, missing, counts, mine.slots)
         mine.note(layer, missing, counted=False)
 
     def fused_layer(self, layer: int) -> FusedLayer | None:
@@ -212,53 +203,15 @@ class CacheManager:
         """
         self._prefetched.note(layer, host_slots.flatten(), counted=True)
 
-    def _reserve(
-        self,
-        layer: int,
-        host_slots: HostSlots,
-        priorities: Tensor,
-        counts: Tensor,
-        missing_column: int,
-        num_hits: Tensor,
-        beside: PrefetchedRows | None = None,
-    ) -> Tensor:
-        """Protect what is resident and give device slots to what is not, evicting as needed.
-
-        Leaves the number of absent host slots in counts[missing_column] and their device slots in
-        the layer's slot_buffer (in scratch, where that holds a ready list); adds counts to the
-        layer's totals. With `beside`, uses its scratch and leaves the totals to it.
-
-        Returns:
-            the absent host slots, then -1; no longer than the device pool.
-        """
-        state, floor, workspace = self.state.layer(layer), self.state.floor, self.state.workspace
-        slot_buffer = state.slot_buffer if self._ready is None else self._ready.scratch
-        if beside is not None:
-            slot_buffer, workspace = beside.slot_buffer, beside.workspace
-        missing = torch.empty_like(host_slots)
-        num_missing = counts[missing_column : missing_column + 1]
-        mappings = (state.device_free, state.priority, state.device_to_host, state.host_to_device)
-        self._kernels.lookup(
-            host_slots,
-            priorities,
-            floor,
-            state.host_to_device,
-            state.priority,
+    def _recall(self, layer: int, missing: Tensor, counts: Tensor, slots: Reserver) -> None:
+        """Copy to the device what `reserve` found absent."""
+        self._kernels.recall(
             missing,
-            num_missing,
-            num_hits,
-            workspace,
+            counts[RECALLED : RECALLED + 1],
+            slots.slot_buffer(layer),
+            self._host_pool.rows[layer],
+            self._device_pool.rows[layer],
         )
-        evicted = counts[_EVICTED : _EVICTED + 1]
-        missing = missing[: self.capacity]  # more distinct rows than that were refused
-        self._kernels.free(num_missing, floor, *mappings, slot_buffer, evicted, workspace)
-        allocated = counts[_ALLOCATED : _ALLOCATED + 1]
-        self._kernels.allocate(
-            missing, num_missing, floor, *mappings, slot_buffer, allocated, workspace
-        )
-        if beside is None:
-            self._totals[layer].add_(counts)
-        return missing
 
     def _require_room(self, what: str, rows: int) -> None:
         if rows > self.capacity:
@@ -288,10 +241,10 @@ class CacheManager:
         ahead, useful = self._prefetched.totals.tolist(), self._prefetched.useful.tolist()
         return [
             LayerCounters(
-                selected=row[_HITS] + row[_RECALLED],  # hits and misses, each distinct
-                recalled=row[_RECALLED],
-                evicted=row[_EVICTED] + early[_EVICTED],
-                prefetched=early[_RECALLED],
+                selected=row[HITS] + row[RECALLED],  # hits and misses, each distinct
+                recalled=row[RECALLED],
+                evicted=row[EVICTED] + early[EVICTED],
+                prefetched=early[RECALLED],
                 useful=wanted,
                 resident=count,
             )
@@ -302,52 +255,12 @@ class CacheManager:
 
     def live_rows(self, live_host_slots: Tensor) -> int:
         """See `KVCache`."""
-        return int(self._held(live_host_slots).sum(dim=1).max())
+        return int(live_slots(self.state, live_host_slots).sum(dim=1).max())
 
     def check(self, live_host_slots: Tensor | None = None) -> None:
         """See `KVCache`."""
         self.state.check()
-        self._check_rows()
-        self._check_all_found_room()
+        check_rows(self.state, self._host_pool.rows, self._device_pool.rows)
+        check_room(self._totals + self._prefetched.totals, self.capacity)
         if live_host_slots is not None:
-            resident = self.state.device_to_host >= 0
-            stale = (resident & ~self._held(live_host_slots)).nonzero()
-            if stale.shape[0]:
-                layer, slot = stale[0].tolist()
-                raise CacheInvariantError(
-                    f"{stale.shape[0]} resident rows belong to no live host slot, the first in"
-                    f" layer {layer}, device slot {slot}, host slot"
-                    f" {int(self.state.device_to_host[layer, slot])}"
-                )
-
-    def _held(self, live_host_slots: Tensor) -> Tensor:
-        """[L, N_G] bool: device slots that hold a live host slot."""
-        owners = self.state.device_to_host
-        live = live_host_slots.to(owners.device)[owners.clamp(min=0).long()]
-        return live & (owners >= 0)
-
-    def _check_rows(self) -> None:
-        """Invariant 3: resident rows are byte-equal to their host rows."""
-        host_rows, device_rows = self._host_pool.rows, self._device_pool.rows
-        for layer in range(self.state.num_layers):
-            owners = self.state.device_to_host[layer]
-            slots = (owners >= 0).nonzero().squeeze(1)
-            truth = host_rows[layer][owners[slots].long().to(host_rows.device)]
-            differs = (device_rows[layer][slots].to(host_rows.device) != truth).any(dim=1)
-            if bool(differs.any()):
-                slot = int(slots[differs.nonzero()[0]])
-                raise CacheInvariantError(
-                    f"layer {layer}: {int(differs.sum())} resident rows differ from their host"
-                    f" rows, the first in device slot {slot}, host slot {int(owners[slot])}"
-                )
-
-    def _check_all_found_room(self) -> None:
-        """Every row that was absent got a device slot; it didn't if a caller asked for too much."""
-        totals = self._totals + self._prefetched.totals
-        short = totals[:, _RECALLED] + totals[:, _WRITTEN] - totals[:, _ALLOCATED]
-        if bool((short != 0).any()):
-            layer = int(short.nonzero()[0])
-            raise CacheInvariantError(
-                f"layer {layer}: {int(short[layer])} rows found no device slot since start: the"
-                f" rows of one step exceeded the device pool of {self.capacity}"
-            )
+            check_live(self.state, live_host_slots)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from echokv.cache.reserve import COLUMNS, Reserver
 from echokv.cache.side_stream import SideStream
 from echokv.cache.state import CacheState
 from echokv.kernels.cache_args import WORKSPACE_INTS
@@ -17,21 +18,21 @@ class PrefetchedRows:
         kernels: the backend.
         state: the cache's.
         side: where prefetches run.
-        columns: of the counters of one call.
     """
 
-    def __init__(self, kernels: Kernels, state: CacheState, side: SideStream, columns: int) -> None:
+    def __init__(self, kernels: Kernels, state: CacheState, side: SideStream) -> None:
         self._kernels = kernels
         self._state = state
         self._side = side
         device, layers = state.priority.device, state.num_layers
-        self.slot_buffer = torch.empty(state.device_slots, dtype=torch.int32, device=device)
-        self.workspace = torch.zeros(WORKSPACE_INTS, dtype=torch.int32, device=device)
+        slot_buffer = torch.empty(state.device_slots, dtype=torch.int32, device=device)
+        workspace = torch.zeros(WORKSPACE_INTS, dtype=torch.int32, device=device)
+        self.slots = Reserver(kernels, state, slot_buffer, workspace)
         self.unranked = torch.full((state.device_slots,), -1, dtype=torch.int32, device=device)
         """[N_G] int32: priorities that raise nobody's."""
-        self.counts = torch.zeros(columns, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
         self.num_hits = torch.zeros(1, dtype=torch.int32, device=device)
-        self.totals = torch.zeros((layers, columns), dtype=torch.int64, device=device)
+        self.totals = torch.zeros((layers, COLUMNS), dtype=torch.int64, device=device)
         self.useful = torch.zeros(layers, dtype=torch.int64, device=device)
 
     def note(self, layer: int, host_slots: Tensor, *, counted: bool) -> None:
