@@ -127,7 +127,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def without(demo_model: Path) -> tuple[list[list[int]], SelectionLog]:
-    """No prefetch, and the same again in the smallest pool that runs eight requests."""
+    """No prefetch, and nothing counted as such."""
     tokens, log, stats = run(demo_model, hooks=EngineHooks(), prefetch="off")
     assert {layer.prefetched_useful_rows for layer in stats.layers} == {0}
     assert {layer.prefetched_wasted_rows for layer in stats.layers} == {0}
@@ -207,11 +207,13 @@ def test_the_trained_model_prefetches_what_it_needs() -> None:
     def run_demo(**options: Any) -> tuple[list[list[int]], SelectionLog, EngineStats]:
         engine, log = make_engine(
             CHECKPOINT, host_pool_gib=0.05, device_pool_tokens=560, max_model_len=768,
-            max_num_seqs=2, dtype="float32", check_cache=True, **({"prefetch": "on"} | options),
+            max_num_seqs=2, max_num_batched_tokens=700, dtype="float32", check_cache=True,
+            **({"prefetch": "on"} | options),
         )  # fmt: skip
         tokens = engine.tokenizer.encode(python_sources(4000))
+        prompts = [tokens[:700], tokens[:640] + tokens[700:760]]  # the second finds ten blocks
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        outputs = engine.generate([tokens[:700], tokens[700:1400]], params)
+        outputs = engine.generate(prompts, params)
         stats = engine.stats()
         engine.close()
         return [tokens_of(one) for one in outputs], log, stats

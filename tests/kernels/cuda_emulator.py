@@ -31,6 +31,9 @@ RING_ENTRIES = index_scores.RING_ENTRIES
 SHARED_BYTES = 4 * (2 * RECALL_THREADS // 32 + 8)
 """sizeof(RecallShared)."""
 
+FEW_ENTRIES = 512
+"""Of a selection in which a warp has four entries, as in a decode step; in larger ones 32."""
+
 COMPILER = shutil.which("g++")
 
 
@@ -145,7 +148,8 @@ class Emulator:
         """`make_resident` by at most so many blocks."""
         layer.check()
         rows, k = host_slots.shape
-        plan = recall.ResidentPlan(rows, k, lanes or 4, most_blocks, RECALL_THREADS // 32)
+        lanes = lanes or (4 if rows * k <= FEW_ENTRIES else 32)
+        plan = recall.ResidentPlan(rows, k, lanes, most_blocks, RECALL_THREADS // 32)
         depth = recall.depth_of(2, layer, RECALL_THREADS // 32)
         arguments = recall.ResidentArguments(
             recall.layer_of(layer), pointer(host_slots), pointer(scores), pointer(device_slots), k,

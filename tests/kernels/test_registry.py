@@ -65,6 +65,7 @@ def test_cuda_on_another_gpu_is_an_error_that_says_which() -> None:
         load_kernels("cuda", CUDA)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 def test_cuda_says_which_ops_it_takes_from_where(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="echokv"):
