@@ -452,7 +452,7 @@ def cache_goals() -> list[tuple[str, ...]]:
          cells(over), met(over, (3, 3, 3, 3)), "an earlier version took less: see the cache above"),
         ("rows of 1152 B, 16,384, GB/s", "bare gather 50.6", "at least 50",
          f"{wide['GB_per_s']:.1f} (Triton's copy alone, one layer)", "no",
-         f"a bare gather from four layers reaches {far['GB_per_s']:.1f}, `make_resident` untimed"),
+         f"bare gather from four layers {far['GB_per_s']:.1f}; `make_resident` not timed"),
         ("exact top-k 13 x 98,304, us", "torch.topk 85", "20",
          f"{best['median']:.1f} ({warm:.1f} with scores in L2)", met([best["median"]], [20]),
          "the scores are 5.1 MB"),
