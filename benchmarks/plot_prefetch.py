@@ -52,9 +52,9 @@ def source(name: str) -> str:
     """Where a result was measured."""
     result = load(name)
     about = result.get("environment", result)
-    return f"`{name}.json`: {about['machine']['gpus'][0]}, {about['date'][:10]}, commit" + (
-        f" `{about['commit'][:12]}`."
-    )
+    gpu, day = about["machine"]["gpus"][0], about["date"][:10]
+    commit, space, more = about["commit"].partition(" ")
+    return f"`{name}.json`: {gpu}, {day}, commit `{commit[:12]}`{space}{more}."
 
 
 def shape_of(one: dict[str, Any]) -> str:
@@ -70,17 +70,14 @@ def segment_table(name: str) -> str:
         times, ratios = one["us"], one["speedup"]
         cells = [f"{times[each]['median']:.1f} ({ratios[each]:.2f}x)" for each in VARIANTS]
         missing = f"{one['rows_a_layer']['off']['recalled']:,.0f}"
-        rows.append([f"{shape_of(one)}, {one['hit']}", missing, *_off(times), *cells])
+        off = f"{times['off']['median']:.1f}"
+        rows.append([f"{shape_of(one)}, {one['hit']}", missing, off, *cells])
     header = ("batch x context, hit rate", "rows missing", "off", *VARIANTS)
     return f"{grid(header, rows)}\n\n{source(name)}"
 
 
-def _off(times: dict[str, Any]) -> list[str]:
-    return [f"{times['off']['median']:.1f}"]
-
-
 def moved_table() -> str:
-    """What moved early with the CUDA kernel, how much of it in vain, and what was left to recall."""
+    """What moved early with the CUDA kernel, how much in vain, and what was left to recall."""
     rows = []
     for one in load(CUDA)["segments"]:
         cells = []
@@ -158,7 +155,10 @@ def gathers() -> dict[int, dict[int, dict[str, Any]]]:
 def gather_table() -> str:
     """Microseconds and GB/s by how much host memory rows come from."""
     rows = [
-        [f"{span // MIB:,} MiB", *(f"{by[n]['us']:.1f} ({by[n]['GB_per_s']:.0f})" for n in GATHERED)]
+        [
+            f"{span // MIB:,} MiB",
+            *(f"{by[rows]['us']:.1f} ({by[rows]['GB_per_s']:.0f})" for rows in GATHERED),
+        ]
         for span, by in gathers().items()
     ]
     header = ("rows come from", *(f"{n:,} rows, us (GB/s)" for n in GATHERED))
@@ -166,7 +166,7 @@ def gather_table() -> str:
 
 
 def beside_table() -> str:
-    """A decode step with the guaranteed recall beside the query's products, and where it's asked."""
+    """A decode step with the guaranteed recall beside the query's products, and inline."""
     cases, rows = load("decode-h200"), []
     for name, words in (("offload", "beside"), ("offload-inline", "where attention asks")):
         one = cases[name]["variants"]["offloaded"]
@@ -204,13 +204,14 @@ def goals_table() -> str:
         words = f"segment, hit rate {hit}, at least {goal}x at the best shape"
         rows.append([words, "; ".join(best)])
     lowest = {v: min(one["speedup"][v] for one in fetched) for v in VARIANTS}
-    rows.append(["segment, never below 0.98x at any shape",
-                 "lowest: " + ", ".join(f"{v} {ratio:.2f}x" for v, ratio in lowest.items())])  # fmt: skip
+    words = ", ".join(f"{variant} {ratio:.2f}x" for variant, ratio in lowest.items())
+    rows.append(["segment, never below 0.98x at any shape", f"lowest: {words}"])
     times = scored[0]["median_us"]
-    resident = times["off, all resident"]
-    rows.append([f"recall still exposed at hit rate 0.9, {shape_of(scored[0])}, at most 4 us",
-                 f"scoring {times['on, late 0.9'] - resident:.1f} us, of"
-                 f" {times['off 0.9'] - resident:.1f} us without prefetch"])  # fmt: skip
+    before, after = (
+        times[label] - times["off, all resident"] for label in ("off 0.9", "on, late 0.9")
+    )
+    words = f"recall still exposed at hit rate 0.9, {shape_of(scored[0])}, at most 4 us"
+    rows.append([words, f"scoring {after:.1f} us, of {before:.1f} us without prefetch"])
     return grid(("goal", "measured"), rows).replace("---:", "---")
 
 
@@ -219,7 +220,7 @@ def plot_segments() -> None:
     for batch in (13, 1):
         drawing, panels = figure(columns=2)
         for axes, context in zip(panels, (98_304, 32_768), strict=True):
-            for name, line in ((CUDA, "-"), (PORTABLE, "--")):
+            for name, line, words in ((CUDA, "-", "CUDA"), (PORTABLE, "--", "portable")):
                 chosen = [
                     one for one in load(name)["segments"]
                     if (one["batch"], one["context"]) == (batch, context)
@@ -228,12 +229,12 @@ def plot_segments() -> None:
                     axes.plot(
                         [f"{one['hit']}" for one in chosen],
                         [one["speedup"][variant] for one in chosen], line, color=f"C{color}",
-                        marker="o", label=f"{variant}, {'CUDA' if line == '-' else 'portable'}",
+                        marker="o", markersize=4, label=f"{variant}, {words}",
                     )  # fmt: skip
             axes.axhline(1.0, color="black", linewidth=0.8)
             axes.set(xlabel="hit rate", ylabel="speed-up", ylim=(0.6, 1.4))
             axes.set_title(f"indexer, top-k and recall, {batch} x {context:,}")
-        panels[0].legend(fontsize=7)
+        panels[0].legend(fontsize=7, handlelength=4)
         save_figure(drawing, PLOTS / f"segment-{batch}.png")
 
 
@@ -270,7 +271,7 @@ def plot_moved() -> None:
         for label, heights in parts.items():
             axes.bar(names, heights, bottom=bottom, label=label)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-        axes.set(ylabel="rows a layer", ylim=(0, 4000), xlabel="variant, hit rate")
+        axes.set(ylabel="rows a layer", ylim=(0, 4800), xlabel="variant, hit rate")
         axes.set_title(f"rows that move, 13 x {context:,}")
     panels[0].legend(fontsize=7)
     save_figure(drawing, PLOTS / "moved.png")
