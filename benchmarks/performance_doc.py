@@ -1,7 +1,7 @@
 """Writes the tables of docs/performance.md from the JSON files of benchmarks/results.
 
-    python benchmarks/device/cuda_tables.py            # replaces them
-    python benchmarks/device/cuda_tables.py --check    # 1 when one isn't what its JSON says
+    python benchmarks/performance_doc.py            # replaces them
+    python benchmarks/performance_doc.py --check    # 1 when one isn't what its JSON says
 
 Each lies between two marks in the document, `<!-- table: NAME -->` and `<!-- end -->`; what stands
 between them is replaced. A figure that the JSON lacks is left empty. `TABLES` at the end says which
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
 MARKS = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", flags=re.S)

@@ -1,7 +1,7 @@
 """Fills the tables of docs/prefetch.md from JSON results, and draws their plots beside it.
 
-    python benchmarks/plot_prefetch.py            # tables and plots
-    python benchmarks/plot_prefetch.py --check    # status 1 when the document is out of date
+    python benchmarks/prefetch_doc.py            # tables and plots
+    python benchmarks/prefetch_doc.py --check    # status 1 when the document is out of date
 
 Each table stands between `<!-- NAME -->` and `<!-- end NAME -->`, where NAME is a key of TABLES.
 docs/prefetch.md names the commands that write the results.
@@ -321,7 +321,7 @@ def main() -> int:
         text = f"{head}{start}\n{table()}\n{end}{tail}"
     if check:
         if text != before:
-            print(f"{DOCUMENT} is out of date: python benchmarks/plot_prefetch.py", file=sys.stderr)
+            print(f"{DOCUMENT} is out of date: python benchmarks/prefetch_doc.py", file=sys.stderr)
         return int(text != before)
     DOCUMENT.write_text(text)
     for draw in (plot_segments, plot_scoring, plot_moved, plot_gathers):
