@@ -14,7 +14,7 @@ from typing import Any
 from echokv.bench.plots import figure, save_figure
 
 _SIDES = ("resident", "offloaded")
-_STEP_CASES = ("offload", "paper-rates", "light")
+_STEP_CASES = ("offload", "offload-inline", "paper-rates", "light")
 
 
 def main() -> int:
@@ -62,8 +62,14 @@ def _throughput(cases: dict[str, Any], words: str, path: Path) -> Path:
 def _steps(cases: dict[str, Any], path: Path) -> Path:
     drawing, (axes,) = figure(columns=1)
     for place, side in enumerate(_SIDES):
-        at = [index + 0.4 * place for index in range(len(cases))]
-        times = [case["variants"][side]["step_ms"] for case in cases.values()]
+        at = [
+            index + 0.4 * place
+            for index, case in enumerate(cases.values())
+            if side in case["variants"]
+        ]
+        times = [
+            case["variants"][side]["step_ms"] for case in cases.values() if side in case["variants"]
+        ]
         medians = [one["median"] for one in times]
         spread = [
             [one["median"] - one["p10"] for one in times],
