@@ -136,3 +136,16 @@ def random_layer(
     for slot, owner in zip(rng.sample(range(device_slots), held), owners, strict=True):
         model.held[slot] = (owner, rng.choice(levels))
     return model
+
+
+def layer_in_use(
+    rng: random.Random, device_slots: int, host_slots: int, share: float, floor: int
+) -> LayerModel:
+    """A layer whose priorities lie below the floor, most of them not far below."""
+    model = random_layer(rng, device_slots, host_slots, int(device_slots * share), floor)
+    recent = max(0, floor - 400)
+    model.held = {
+        slot: (owner, max(level, rng.randrange(recent, floor)) if rng.random() < 0.8 else level)
+        for slot, (owner, level) in model.held.items()
+    }
+    return model

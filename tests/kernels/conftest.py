@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels import cuda_emulator
 
 from echokv.kernels.registry import CUDA_OPS, OPS
 
@@ -35,6 +36,12 @@ class Backend:
     def interpreted(self) -> bool:
         """Slow: Triton's interpreter stands in for the GPU, so keep sizes small."""
         return self.name == "triton" and self.device.type == "cpu"
+
+
+@pytest.fixture(scope="session")
+def emulator() -> cuda_emulator.Emulator:
+    """The CUDA kernels on the CPU; needs g++."""
+    return cuda_emulator.emulator()
 
 
 @pytest.fixture(

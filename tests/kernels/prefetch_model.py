@@ -9,7 +9,7 @@ import random
 from collections import Counter
 
 import torch
-from tests.kernels.cache_model import LayerModel
+from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.resident_model import LayerUnderTest
 from torch import Tensor
 
@@ -153,3 +153,28 @@ def make_case(
         table = (shared + [own.pop() for _ in range(max(0, count - shared_blocks))])[:count]
         tables[row, :count] = torch.tensor(table, dtype=torch.int32)
     return PrefetchCase(under_test, lens, tables, list(range(len(lens))), rng)
+
+
+def mixed_case(rng: random.Random, floor: int, row_bytes: int) -> PrefetchCase:
+    """Requests that share blocks, padding, one without prediction and one switched off; no GPU."""
+    model = layer_in_use(rng, 400, 1280, rng.choice([0.2, 1.0]), floor)
+    under_test = LayerUnderTest(model, torch.device("cpu"), row_bytes)
+    case = make_case(rng, under_test, [130, 0, 200, 63, 257, 64], shared_blocks=2)
+    case.thresholds[case.request_slots[3]] = torch.inf
+    case.enabled[case.request_slots[4]] = 0
+    case.request_slots[5] = -1
+    return case
+
+
+def contended_case(rng: random.Random, floor: int) -> PrefetchCase:
+    """Few slots: shared rows, candidates among the victims; no GPU."""
+    model = layer_in_use(rng, 48, 256, rng.choice([0.5, 1.0]), floor)
+    under_test = LayerUnderTest(model, torch.device("cpu"))
+    case = make_case(rng, under_test, [rng.choice([1, 65, 190]) for _ in range(5)], 3)
+    case.thresholds.fill_(rng.choice([-1.0, 0.0, 1.0]))
+    return case
+
+
+def ints(values: list[int]) -> Tensor:
+    """[n] int32 on the CPU."""
+    return torch.tensor(values, dtype=torch.int32)

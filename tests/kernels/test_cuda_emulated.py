@@ -6,18 +6,13 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels import cuda_emulator
-from tests.kernels.cache_model import LayerModel, random_layer
+from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.cuda_emulator import Emulator
 from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_topk import DISTRIBUTIONS, oracle
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
-
-
-@pytest.fixture(scope="session")
-def emulator() -> Emulator:
-    return cuda_emulator.emulator()
 
 
 def check_topk(emulator: Emulator, scores: torch.Tensor, lens: list[int], k: int, **plan: Any):
@@ -75,23 +70,12 @@ def test_topk_by_a_sample_finds_everything_it_should(emulator: Emulator, listed:
     check_topk(emulator, rows, [width] * 4, k, cluster=8, cached=0, listed=listed)
 
 
-def layer(rng: random.Random, device_slots: int, host_slots: int, share: float, floor: int):
-    """A layer whose priorities lie below the floor, most of them not far below."""
-    model = random_layer(rng, device_slots, host_slots, int(device_slots * share), floor)
-    recent = max(0, floor - 400)
-    model.held = {
-        slot: (owner, max(level, rng.randrange(recent, floor)) if rng.random() < 0.8 else level)
-        for slot, (owner, level) in model.held.items()
-    }
-    return model
-
-
 @pytest.mark.parametrize("slots", [1, 63, 1500, 2049])
 @pytest.mark.parametrize("floor", [8, 4000, 9000, 2**31 - 8])
 def test_choose_victims_lists_the_oldest_first(emulator: Emulator, slots: int, floor: int) -> None:
     rng = random.Random(slots)
     for share in (0.0, 0.6, 1.0):
-        under_test = LayerUnderTest(layer(rng, slots, 2 * slots, share, floor), CPU)
+        under_test = LayerUnderTest(layer_in_use(rng, slots, 2 * slots, share, floor), CPU)
         for num_ready in {1, slots // 3 + 1, slots}:
             under_test.choose(emulator, floor, num_ready)
 
@@ -111,7 +95,7 @@ def test_a_list_made_ahead_serves_the_next_step(emulator: Emulator) -> None:
     """What the step before protected may go, what this one has written meanwhile may not."""
     for seed in range(20):
         rng = random.Random(seed)
-        under_test = LayerUnderTest(layer(rng, 40, 90, rng.choice([0.7, 1.0]), 800), CPU)
+        under_test = LayerUnderTest(layer_in_use(rng, 40, 90, rng.choice([0.7, 1.0]), 800), CPU)
         under_test.choose(emulator, 800, 40)
         under_test.append(emulator, rng.sample(range(90), 30), 800, 40)
         under_test.choose(emulator, 800, 40, steps_ahead=1)
@@ -129,7 +113,7 @@ def test_make_resident(emulator: Emulator, share: float, lanes: int, row_bytes: 
     """Several steps, each with new rows and old ones, duplicates, and -1 at the ends."""
     rng = random.Random(f"{share} {lanes} {row_bytes}")
     floor = 4096
-    model = layer(rng, 400, 900, share, floor)
+    model = layer_in_use(rng, 400, 900, share, floor)
     under_test = LayerUnderTest(model, CPU, row_bytes)
     for step in range(4):
         under_test.choose(emulator, floor, 400)
@@ -145,7 +129,7 @@ def test_make_resident_in_many_orders(emulator: Emulator) -> None:
     """Few slots, much contention: rows on the ready list are selected, misses are shared."""
     for seed in range(60):
         rng = random.Random(seed)
-        model = layer(rng, 40, 60, rng.choice([0.5, 1.0]), 800)
+        model = layer_in_use(rng, 40, 60, rng.choice([0.5, 1.0]), 800)
         under_test = LayerUnderTest(model, CPU)
         under_test.choose(emulator, 800, 40)
         pool = rng.sample(range(60), rng.choice([3, 20, 38]))
@@ -156,7 +140,7 @@ def test_make_resident_in_many_orders(emulator: Emulator) -> None:
 
 def test_make_resident_of_nothing_and_of_what_is_there(emulator: Emulator) -> None:
     rng = random.Random(3)
-    model = layer(rng, 64, 64, 1.0, 800)
+    model = layer_in_use(rng, 64, 64, 1.0, 800)
     under_test = LayerUnderTest(model, CPU)
     under_test.choose(emulator, 800, 64)
     for wanted in (
@@ -169,7 +153,7 @@ def test_make_resident_of_nothing_and_of_what_is_there(emulator: Emulator) -> No
 def test_make_resident_twice_in_a_step(emulator: Emulator) -> None:
     """What the first call took in is protected from the second."""
     rng = random.Random(9)
-    under_test = LayerUnderTest(layer(rng, 100, 300, 1.0, 800), CPU)
+    under_test = LayerUnderTest(layer_in_use(rng, 100, 300, 1.0, 800), CPU)
     under_test.choose(emulator, 800, 100)
     for start in (0, 100):
         wanted = torch.arange(start, start + 48, dtype=torch.int32).view(2, 24)
@@ -202,7 +186,7 @@ def test_append_rows(
     for seed in range(4):
         rng = random.Random(seed)
         under_test = LayerUnderTest(
-            layer(rng, 60, 200, rng.choice([0.5, 1.0]), 800), CPU, row_bytes
+            layer_in_use(rng, 60, 200, rng.choice([0.5, 1.0]), 800), CPU, row_bytes
         )
         under_test.choose(emulator, 800, 60)
         owners = [owner for owner, _ in under_test.model.held.values()]

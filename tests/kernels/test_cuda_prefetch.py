@@ -5,11 +5,10 @@ import random
 
 import pytest
 import torch
-from tests.kernels.cache_model import LayerModel
+from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.conftest import HAS_HOPPER
 from tests.kernels.prefetch_model import PrefetchCase, make_case
 from tests.kernels.resident_model import LayerUnderTest
-from tests.kernels.test_cuda_emulated import layer
 
 from echokv.cache.manager import CacheManager
 from echokv.kernels.cuda import index_scores as cuda
@@ -93,7 +92,7 @@ def test_prefetch(row_bytes: int, heads: int) -> None:
     """Requests that share blocks, padding, one without prediction and one switched off."""
     for seed in range(3):
         rng = random.Random(seed)
-        model = layer(rng, 9000, 64 * 600, rng.choice([0.2, 1.0]), FLOOR)
+        model = layer_in_use(rng, 9000, 64 * 600, rng.choice([0.2, 1.0]), FLOOR)
         under_test = LayerUnderTest(model, CUDA, row_bytes)
         lens = [5000, 0, 8191, 63, 1, 64, 4097, 2048, 0, 6000]
         on_gpu = OnGpu(make_case(rng, under_test, lens, shared_blocks=20), heads)
@@ -108,7 +107,7 @@ def test_prefetch(row_bytes: int, heads: int) -> None:
 def test_everything_is_found_where_nothing_is_in_a_hurry() -> None:
     """Few candidates and ample budgets: all that are absent."""
     rng = random.Random(1)
-    under_test = LayerUnderTest(layer(rng, 9000, 64 * 900, 0.3, FLOOR), CUDA, 656)
+    under_test = LayerUnderTest(layer_in_use(rng, 9000, 64 * 900, 0.3, FLOOR), CUDA, 656)
     on_gpu = OnGpu(make_case(rng, under_test, [20_000, 300, 9_999]))
     on_gpu.set_thresholds(0.01)
     held = {owner for owner, _ in under_test.model.held.values()}
@@ -121,7 +120,9 @@ def test_shared_rows_move_once_and_budgets_hold() -> None:
     """Many requests over the same blocks, more candidates than budget, few slots."""
     for seed in range(10):
         rng = random.Random(seed)
-        under_test = LayerUnderTest(layer(rng, 700, 64 * 80, rng.choice([0.5, 1.0]), FLOOR), CUDA)
+        under_test = LayerUnderTest(
+            layer_in_use(rng, 700, 64 * 80, rng.choice([0.5, 1.0]), FLOOR), CUDA
+        )
         on_gpu = OnGpu(make_case(rng, under_test, [64 * 70 - row for row in range(30)], 70))
         on_gpu.set_thresholds(rng.choice([0.01, 0.3]))
         on_gpu.prefetch(rng.choice([1, 20]), 0, 20)
@@ -133,7 +134,7 @@ def test_hostile_predictions_and_budgets(
     threshold: float, most: int, rows_per_unit: int, least: int
 ) -> None:
     rng = random.Random(5)
-    under_test = LayerUnderTest(layer(rng, 300, 64 * 60, 0.9, FLOOR), CUDA)
+    under_test = LayerUnderTest(layer_in_use(rng, 300, 64 * 60, 0.9, FLOOR), CUDA)
     on_gpu = OnGpu(make_case(rng, under_test, [1400, 0, 129], 1))
     on_gpu.case.thresholds.fill_(threshold)
     on_gpu.prefetch(most, rows_per_unit, least)

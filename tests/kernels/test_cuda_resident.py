@@ -4,9 +4,8 @@ import random
 
 import pytest
 import torch
-from tests.kernels.cache_model import LayerModel
+from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.resident_model import LayerUnderTest, selection
-from tests.kernels.test_cuda_emulated import layer
 
 from echokv.kernels.cuda import recall
 from echokv.kernels.fused_layer import FusedLayer
@@ -24,7 +23,7 @@ CUDA = torch.device("cuda")
 def test_choose_victims_lists_the_oldest_first(slots: int, floor: int) -> None:
     rng = random.Random(slots)
     for share in (0.0, 0.6, 1.0):
-        under_test = LayerUnderTest(layer(rng, slots, 2 * slots, share, floor), CUDA)
+        under_test = LayerUnderTest(layer_in_use(rng, slots, 2 * slots, share, floor), CUDA)
         for num_ready in {1, slots // 3 + 1, slots}:
             under_test.choose(recall, floor, num_ready)
 
@@ -36,7 +35,7 @@ def test_make_resident(share: float, lanes: int | None, row_bytes: int) -> None:
     """Several steps, each with new rows and old ones, duplicates, and -1 at the ends."""
     rng = random.Random(f"{share} {lanes} {row_bytes}")
     floor = 4096
-    under_test = LayerUnderTest(layer(rng, 5000, 9000, share, floor), CUDA, row_bytes)
+    under_test = LayerUnderTest(layer_in_use(rng, 5000, 9000, share, floor), CUDA, row_bytes)
     for step in range(3):
         under_test.choose(recall, floor, 5000)
         owners = [owner for owner, _ in under_test.model.held.values()]
@@ -50,7 +49,7 @@ def test_make_resident(share: float, lanes: int | None, row_bytes: int) -> None:
 def test_make_resident_over_several_tiles_a_block() -> None:
     """More rows than resident blocks, so that entries wait in device_slots."""
     rng = random.Random(5)
-    under_test = LayerUnderTest(layer(rng, 3000, 5000, 0.8, 4096), CUDA)
+    under_test = LayerUnderTest(layer_in_use(rng, 3000, 5000, 0.8, 4096), CUDA)
     under_test.choose(recall, 4096, 3000)
     wanted = selection(rng, rng.sample(range(5000), 2900), 700, 70)
     under_test.fetch(recall, wanted, torch.randn(wanted.shape), 4096, 3000)
@@ -60,7 +59,7 @@ def test_make_resident_in_many_orders() -> None:
     """Few slots, much contention: rows on the ready list are selected, misses are shared."""
     for seed in range(100):
         rng = random.Random(seed)
-        under_test = LayerUnderTest(layer(rng, 90, 120, rng.choice([0.5, 1.0]), 800), CUDA)
+        under_test = LayerUnderTest(layer_in_use(rng, 90, 120, rng.choice([0.5, 1.0]), 800), CUDA)
         under_test.choose(recall, 800, 90)
         pool = rng.sample(range(120), rng.choice([3, 40, 88]))
         wanted = selection(rng, pool, 5, 133)
@@ -74,7 +73,7 @@ def test_append_rows(row_bytes: int, count: int) -> None:
     for seed in range(2):
         rng = random.Random(seed)
         share = rng.choice([0.5, 1.0])
-        under_test = LayerUnderTest(layer(rng, 3000, 6000, share, 800), CUDA, row_bytes)
+        under_test = LayerUnderTest(layer_in_use(rng, 3000, 6000, share, 800), CUDA, row_bytes)
         under_test.choose(recall, 800, 3000)
         owners = [owner for owner, _ in under_test.model.held.values()]
         new = list({*rng.sample(range(6000), count), *rng.sample(owners, count // 3)})

@@ -6,22 +6,16 @@ import random
 import pytest
 import torch
 from tests.kernels import cuda_emulator
-from tests.kernels.cache_model import LayerModel
+from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.cuda_emulator import Emulator
-from tests.kernels.prefetch_model import PrefetchCase, make_case
+from tests.kernels.prefetch_model import PrefetchCase, contended_case, ints, make_case, mixed_case
 from tests.kernels.resident_model import LayerUnderTest
-from tests.kernels.test_cuda_emulated import emulator, layer
 
 from echokv.kernels.cuda.index_scores import Prefetch
 
 CPU = torch.device("cpu")
 FLOOR = 4096
 pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
-__all__ = ["emulator"]
-
-
-def ints(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def fetch(
@@ -75,14 +69,7 @@ def fetch_from(
 def test_fetching(emulator: Emulator, row_bytes: int) -> None:
     """Requests that share blocks, padding, one without prediction and one switched off."""
     for seed in range(8):
-        rng = random.Random(seed)
-        under_test = LayerUnderTest(
-            layer(rng, 400, 1280, rng.choice([0.2, 1.0]), FLOOR), CPU, row_bytes
-        )
-        case = make_case(rng, under_test, [130, 0, 200, 63, 257, 64], shared_blocks=2)
-        case.thresholds[case.request_slots[3]] = torch.inf
-        case.enabled[case.request_slots[4]] = 0
-        case.request_slots[5] = -1
+        case = mixed_case(random.Random(seed), FLOOR, row_bytes)
         assert fetch(emulator, case, 40, 65536 // 8, 3)
 
 
@@ -90,9 +77,7 @@ def test_fetching_in_many_orders(emulator: Emulator) -> None:
     """Few slots and much contention: shared rows, candidates among the victims."""
     for seed in range(80):
         rng = random.Random(seed)
-        under_test = LayerUnderTest(layer(rng, 48, 256, rng.choice([0.5, 1.0]), FLOOR), CPU)
-        case = make_case(rng, under_test, [rng.choice([1, 65, 190]) for _ in range(5)], 3)
-        case.thresholds.fill_(rng.choice([-1.0, 0.0, 1.0]))
+        case = contended_case(rng, FLOOR)
         fetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
               rng.choice([1, 3, 5]))  # fmt: skip
 
@@ -103,7 +88,7 @@ def test_hostile_predictions_and_budgets(
     emulator: Emulator, threshold: float, most: int, rows_per_unit: int, least: int
 ) -> None:
     rng = random.Random(5)
-    under_test = LayerUnderTest(layer(rng, 300, 960, 0.9, FLOOR), CPU)
+    under_test = LayerUnderTest(layer_in_use(rng, 300, 960, 0.9, FLOOR), CPU)
     case = make_case(rng, under_test, [400, 0, 129], 1)
     case.thresholds.fill_(threshold)
     fetched = fetch(emulator, case, most, rows_per_unit, least)
@@ -138,7 +123,7 @@ def test_scores_that_are_not_finite(emulator: Emulator) -> None:
 def test_protected_rows_stay(emulator: Emulator) -> None:
     """All slots but three are at the floor: three rows come, the others find no room."""
     rng = random.Random(7)
-    model = layer(rng, 40, 640, 1.0, FLOOR)
+    model = layer_in_use(rng, 40, 640, 1.0, FLOOR)
     model.held = {
         slot: (owner, FLOOR + slot % 5 if slot >= 3 else level)
         for slot, (owner, level) in model.held.items()

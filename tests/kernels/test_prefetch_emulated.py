@@ -11,20 +11,14 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels import cuda_emulator
-from tests.kernels.cache_model import LayerModel
+from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.cuda_emulator import Emulator
-from tests.kernels.prefetch_model import PrefetchCase, make_case
+from tests.kernels.prefetch_model import PrefetchCase, contended_case, ints, make_case, mixed_case
 from tests.kernels.resident_model import LayerUnderTest
-from tests.kernels.test_cuda_emulated import emulator, layer
 
 CPU = torch.device("cpu")
 FLOOR = 4096
 pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
-__all__ = ["emulator"]
-
-
-def ints(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def prefetch(
@@ -66,14 +60,7 @@ def prefetch_from(
 def test_prefetch(emulator: Emulator, row_bytes: int) -> None:
     """Requests that share blocks, padding, one without prediction and one switched off."""
     for seed in range(8):
-        rng = random.Random(seed)
-        under_test = LayerUnderTest(
-            layer(rng, 400, 1280, rng.choice([0.2, 1.0]), FLOOR), CPU, row_bytes
-        )
-        case = make_case(rng, under_test, [130, 0, 200, 63, 257, 64], shared_blocks=2)
-        case.thresholds[case.request_slots[3]] = torch.inf
-        case.enabled[case.request_slots[4]] = 0
-        case.request_slots[5] = -1
+        case = mixed_case(random.Random(seed), FLOOR, row_bytes)
         assert prefetch(emulator, case, 40, 65536 // 8, 3)
 
 
@@ -81,9 +68,7 @@ def test_prefetch_in_many_orders(emulator: Emulator) -> None:
     """Few slots and much contention: shared rows, candidates among the victims."""
     for seed in range(80):
         rng = random.Random(seed)
-        under_test = LayerUnderTest(layer(rng, 48, 256, rng.choice([0.5, 1.0]), FLOOR), CPU)
-        case = make_case(rng, under_test, [rng.choice([1, 65, 190]) for _ in range(5)], 3)
-        case.thresholds.fill_(rng.choice([-1.0, 0.0, 1.0]))
+        case = contended_case(rng, FLOOR)
         prefetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
                  blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 3]),
                  fetching=rng.choice([1, 2]))  # fmt: skip
@@ -94,7 +79,7 @@ def test_rows_move_before_the_last_score(emulator: Emulator) -> None:
     early = 0
     for seed in range(5):
         rng = random.Random(seed)
-        under_test = LayerUnderTest(layer(rng, 400, 6400, 0.5, FLOOR), CPU, 16)
+        under_test = LayerUnderTest(layer_in_use(rng, 400, 6400, 0.5, FLOOR), CPU, 16)
         case = make_case(rng, under_test, [3000, 3000])
         case.thresholds.fill_(2.0)
         under_test.choose(emulator, FLOOR, 400)
@@ -113,7 +98,7 @@ def test_hostile_predictions_and_budgets(
     emulator: Emulator, threshold: float, most: int, rows_per_unit: int, least: int
 ) -> None:
     rng = random.Random(5)
-    under_test = LayerUnderTest(layer(rng, 300, 960, 0.9, FLOOR), CPU)
+    under_test = LayerUnderTest(layer_in_use(rng, 300, 960, 0.9, FLOOR), CPU)
     case = make_case(rng, under_test, [400, 0, 129], 1)
     case.thresholds.fill_(threshold)
     prefetch(emulator, case, most, rows_per_unit, least)
@@ -122,7 +107,7 @@ def test_hostile_predictions_and_budgets(
 def test_everything_is_found_where_nothing_is_in_a_hurry(emulator: Emulator) -> None:
     """Rows of their own, free slots, as few candidates as a ring holds: as many as the budget."""
     rng = random.Random(6)
-    under_test = LayerUnderTest(layer(rng, 400, 960, 0.3, FLOOR), CPU)
+    under_test = LayerUnderTest(layer_in_use(rng, 400, 960, 0.3, FLOOR), CPU)
     case = make_case(rng, under_test, [128, 64, 300])
     case.thresholds.fill_(1.8)
     held = {owner for owner, _ in under_test.model.held.values()}
@@ -176,7 +161,7 @@ def test_scores_that_are_not_finite(emulator: Emulator) -> None:
 def test_protected_rows_stay(emulator: Emulator) -> None:
     """All slots but three are at the floor: three rows come, the others find no room."""
     rng = random.Random(7)
-    model = layer(rng, 40, 640, 1.0, FLOOR)
+    model = layer_in_use(rng, 40, 640, 1.0, FLOOR)
     model.held = {
         slot: (owner, FLOOR + slot % 5 if slot >= 3 else level)
         for slot, (owner, level) in model.held.items()
@@ -188,7 +173,7 @@ def test_protected_rows_stay(emulator: Emulator) -> None:
 
 def test_rows_raised_after_the_list_was_made_are_passed_over(emulator: Emulator) -> None:
     rng = random.Random(8)
-    under_test = LayerUnderTest(layer(rng, 60, 640, 1.0, FLOOR), CPU)
+    under_test = LayerUnderTest(layer_in_use(rng, 60, 640, 1.0, FLOOR), CPU)
     case = make_case(rng, under_test, [300, 200])
     ready = under_test.choose(emulator, FLOOR, 60)
     for slot in ready[:20:2]:
@@ -205,7 +190,7 @@ def test_shares_cover_every_page_once(emulator: Emulator, blocks: int) -> None:
         rows = rng.choice([1, 2, 31, 32, 33, 100])
         lens = [rng.choice([0, 0, -5, 1, 64, 65, 300, 999_999]) for _ in range(rows)]
         width = 512  # rows beyond it count for no more
-        under_test = LayerUnderTest(layer(rng, 8, 64, 0.0, FLOOR), CPU)
+        under_test = LayerUnderTest(layer_in_use(rng, 8, 64, 0.0, FLOOR), CPU)
         case = make_case(rng, under_test, [0])
         _, shares = emulator.prefetch(
             torch.zeros(rows, width), torch.zeros((1, 8), dtype=torch.int32), ints([0] * rows),

@@ -59,7 +59,7 @@ def check_room(totals: Tensor, capacity: int) -> None:
     """Raise CacheInvariantError where an absent row got no device slot: a caller asked too much.
 
     Args:
-        totals: [L, COLUMNS] int64, of everything that took rows in.
+        totals: [L, TOTALS] int64, of everything that took rows in.
         capacity: device slots a layer.
     """
     short = totals[:, RECALLED] + totals[:, WRITTEN] - totals[:, ALLOCATED]

@@ -12,18 +12,16 @@ from torch import Tensor
 from echokv.cache.checks import check_live, check_room, check_rows, live_slots
 from echokv.cache.policy import EvictionPolicy, RecencyThenScore
 from echokv.cache.prefetched import PrefetchedRows
-from echokv.cache.protocol import KVCache, LayerCounters
+from echokv.cache.protocol import LayerCounters
 from echokv.cache.ready import ReadyLists
-from echokv.cache.reserve import COLUMNS, EVICTED, HITS, RECALLED, WRITTEN, Reserver
+from echokv.cache.reserve import EVICTED, HITS, RECALLED, WRITTEN, Reserver
 from echokv.cache.side_stream import SideStream
 from echokv.cache.state import CacheState
 from echokv.errors import CapacityError
-from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.fused_layer import TOTALS, FusedLayer
 from echokv.kernels.protocol import Kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import DeviceSlots, HostSlots
-
-__all__ = ["CacheManager", "KVCache", "LayerCounters"]
 
 
 class CacheManager:
@@ -51,7 +49,7 @@ class CacheManager:
         layers, slots, _ = device_pool.rows.shape
         device = device_pool.rows.device
         self.state = CacheState.create(layers, slots, host_pool.num_slots, device)
-        self._totals = torch.zeros((layers, COLUMNS), dtype=torch.int64, device=device)
+        self._totals = torch.zeros((layers, TOTALS), dtype=torch.int64, device=device)
         self._ready: ReadyLists | None = None
         if kernels.fused is not None and policy is None:
             self._ready = ReadyLists(
@@ -62,11 +60,11 @@ class CacheManager:
         self._slots = Reserver(kernels, self.state, scratch, self.state.workspace)
         # What the ops of one call count, laid out like a row of _totals so that one addition
         # takes it over; append and make_resident each leave the other's columns at zero.
-        self._selecting = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
-        self._appending = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
+        self._selecting = torch.zeros(TOTALS, dtype=torch.int32, device=device)
+        self._appending = torch.zeros(TOTALS, dtype=torch.int32, device=device)
         self._ignored = torch.zeros(1, dtype=torch.int32, device=device)
         self.side = SideStream(device)
-        """Where `prefetch` may run: whatever else touches the cache waits for it first."""
+        """Where `prefetch` and `recall_ahead` run: whatever else touches the cache waits first."""
         self._prefetched = PrefetchedRows(kernels, self.state, self.side)
 
     @property

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from echokv.cache.reserve import COLUMNS, Reserver
+from echokv.cache.reserve import Reserver
 from echokv.cache.side_stream import SideStream
 from echokv.cache.state import CacheState
 from echokv.kernels.cache_args import WORKSPACE_INTS
+from echokv.kernels.fused_layer import TOTALS
 from echokv.kernels.protocol import Kernels
 from echokv.memory.slots import HostSlots
 
@@ -30,9 +31,9 @@ class PrefetchedRows:
         self.slots = Reserver(kernels, state, slot_buffer, workspace)
         self.unranked = torch.full((state.device_slots,), -1, dtype=torch.int32, device=device)
         """[N_G] int32: priorities that raise nobody's."""
-        self.counts = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(TOTALS, dtype=torch.int32, device=device)
         self.num_hits = torch.zeros(1, dtype=torch.int32, device=device)
-        self.totals = torch.zeros((layers, COLUMNS), dtype=torch.int64, device=device)
+        self.totals = torch.zeros((layers, TOTALS), dtype=torch.int64, device=device)
         self.useful = torch.zeros(layers, dtype=torch.int64, device=device)
 
     def note(self, layer: int, host_slots: Tensor, *, counted: bool) -> None:

@@ -14,8 +14,6 @@ HITS, RECALLED, EVICTED, WRITTEN, ALLOCATED = range(5)
 """Columns of every counter: distinct rows that were selected and found, fetched from host, evicted,
 written anew, and given a device slot."""
 
-COLUMNS = 5
-
 
 class Reserver:
     """The three ops over one stream's scratch.
@@ -56,7 +54,7 @@ class Reserver:
             layer: decoder layer.
             host_slots: [M] int32, -1 for none; duplicates allowed.
             priorities: [M] int32, what a resident one's priority is raised to.
-            counts: [COLUMNS] int32 out: evicted, allocated, and in missing_column the absent ones.
+            counts: [TOTALS] int32 out: evicted, allocated, and in missing_column the absent ones.
             missing_column: RECALLED or WRITTEN.
             num_hits: [1] int32 out, see `lookup`.
 

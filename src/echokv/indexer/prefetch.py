@@ -16,7 +16,7 @@ from torch import Tensor
 from echokv.cache.batch import ForwardBatch, fits_at_once
 from echokv.cache.manager import CacheManager
 from echokv.indexer.threshold import Predictions
-from echokv.kernels.prefetch_args import row_budget
+from echokv.kernels.prefetch_args import BUDGET_UNIT, row_budget
 from echokv.kernels.protocol import FusedPrefetch, Kernels
 from echokv.memory.formats import RowFormat
 from echokv.memory.slots import NO_SLOT, HostSlots
@@ -47,7 +47,7 @@ class PrefetchBudget:
     def of(cls, fmt: RowFormat) -> "PrefetchBudget":
         """As many as PCIe moves while the indexer scores the context."""
         return cls(
-            rows_per_unit=round(ROW_BYTES_PER_TOKEN * 65536 / fmt.row_bytes), least=LEAST_ROWS
+            rows_per_unit=round(ROW_BYTES_PER_TOKEN * BUDGET_UNIT / fmt.row_bytes), least=LEAST_ROWS
         )
 
 
