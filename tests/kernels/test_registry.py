@@ -5,12 +5,20 @@ import logging
 import os
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
 
 from echokv.errors import KernelUnavailable
-from echokv.kernels.protocol import Fp8Kernels, Kernels, ModelKernels
+from echokv.kernels.cuda import fetch_ahead, recall
+from echokv.kernels.protocol import (
+    Fp8Kernels,
+    FusedPrefetch,
+    FusedRecall,
+    Kernels,
+    ModelKernels,
+)
 from echokv.kernels.registry import AUTO_ON_HOPPER, BACKENDS, CUDA_OPS, OPS, folder_of, load_kernels
 
 HAS_CUDA = torch.cuda.is_available()
@@ -40,6 +48,18 @@ def test_every_op_has_the_protocols_signature(name: str, device: torch.device) -
         got = list(inspect.signature(getattr(kernels, op)).parameters.values())
         assert [(p.name, p.kind) for p in got] == [(p.name, p.kind) for p in want], op
         assert getattr(kernels, op).__module__ == f"echokv.kernels.{folder_of(name, op)}.{OPS[op]}"
+
+
+@pytest.mark.parametrize("protocol, module", [(FusedRecall, recall), (FusedPrefetch, fetch_ahead)])
+def test_fused_ops_have_the_protocols_signature(protocol: type, module: ModuleType) -> None:
+    """What a wrapper takes beside is for tools, and has a default."""
+    ops = [name for name in vars(protocol) if not name.startswith("_")]
+    assert ops
+    for op in ops:
+        want = list(inspect.signature(getattr(protocol, op)).parameters.values())[1:]
+        got = list(inspect.signature(getattr(module, op)).parameters.values())
+        assert [(p.name, p.kind) for p in got[: len(want)]] == [(p.name, p.kind) for p in want], op
+        assert all(p.default is not p.empty for p in got[len(want) :]), op
 
 
 def test_auto_takes_the_reference_on_the_cpu_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

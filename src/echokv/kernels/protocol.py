@@ -25,8 +25,6 @@ class FusedRecall(Protocol):
         ready: Tensor,
         cursors: Tensor,
         num_ready: int,
-        *,
-        steps_ahead: int = 0,
     ) -> None: ...
 
     def make_resident(
