@@ -122,14 +122,11 @@ class Emulator:
         ready: Tensor,
         cursors: Tensor,
         num_ready: int,
-        *,
-        steps_ahead: int = 0,
     ) -> None:
         """`choose_victims`."""
         layers, slots = priority.shape
         arguments = recall.VictimArguments(
             pointer(floor), pointer(priority), pointer(ready), pointer(cursors), slots, num_ready,
-            steps_ahead << 3, 0,
         )  # fmt: skip
         self._library.run_choose_victims(
             layers * 2, 2, SHARED_BYTES + 4 * recall.AGES, self._next(), ctypes.byref(arguments)

@@ -57,8 +57,8 @@ class LayerUnderTest:
             num_ready=num_ready,
         )
 
-    def choose(self, ops: FusedOps, floor: int, num_ready: int, steps_ahead: int = 0) -> list[int]:
-        """Make the ready list for so many steps after `floor`, and check its order; returns it."""
+    def choose(self, ops: FusedOps, floor: int, num_ready: int) -> list[int]:
+        """Make the ready list, and check its order; returns it."""
         self.tensors.slot_buffer.fill_(-77)
         ops.choose_victims(
             torch.tensor([floor], dtype=torch.int32, device=self.device),
@@ -66,9 +66,7 @@ class LayerUnderTest:
             self.tensors.slot_buffer[None],
             self.cursor_and_barrier[:1].fill_(-77),
             num_ready,
-            steps_ahead=steps_ahead,
         )
-        floor += steps_ahead << 3
         ready = self.tensors.slot_buffer.tolist()
         assert self.cursor_and_barrier.tolist()[0] == 0
         assert ready[num_ready:] == [-77] * (len(ready) - num_ready)

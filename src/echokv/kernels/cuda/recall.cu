@@ -482,8 +482,6 @@ struct VictimArguments {
   i32* cursor;          // [layers] out
   i32 slots;
   i32 num_ready;
-  i32 ahead;  // how far the floor will have risen when the list is used
-  i32 pad;
 };
 
 DEVICE u32 age_of(i32 priority, i32 floor) {
@@ -516,7 +514,7 @@ KERNEL(RECALL_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   const u32 blocks = cluster_size(), rank = cluster_rank(), slots = a.slots;
   const u64 layer = block_index() / blocks;
-  const i32 floor = *a.floor + a.ahead;
+  const i32 floor = *a.floor;
   const i32* priority = a.priority + layer * slots;
   i32* ready = a.ready + layer * slots;
   const u32 chunk = ceil_div(slots, blocks);

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echokv.kernels.cache_args import SCORE_BITS, check_entries, check_pools, check_scalars
+from echokv.kernels.cache_args import check_entries, check_pools, check_scalars
 from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.fused_layer import FusedLayer
@@ -98,7 +98,7 @@ class VictimArguments(Arguments):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("floor", "priority", "ready", "cursor")),
-        *((name, ctypes.c_int32) for name in ("slots", "num_ready", "ahead", "pad")),
+        *((name, ctypes.c_int32) for name in ("slots", "num_ready")),
     )
 
 
@@ -118,14 +118,12 @@ def choose_victims(
     ready: Tensor,
     cursors: Tensor,
     num_ready: int,
-    *,
-    steps_ahead: int = 0,
 ) -> None:
     """List the slots of each layer in the order in which they may leave.
 
     Free slots come first, then occupied ones by priority, lowest first; among equals any order.
-    Slots that are protected in the step that the list is for aren't on it. After a list shorter
-    than num_ready comes -1.
+    Slots that are protected in this step aren't on it. After a list shorter than num_ready comes
+    -1.
 
     Args:
         floor: [1] int32, lowest priority that is protected in this step.
@@ -133,7 +131,6 @@ def choose_victims(
         ready: [L, N_G] int32 out; entries at and past num_ready stay as they are.
         cursors: [>= L] int32 out, 0: where in its list each layer is.
         num_ready: most rows that a layer may take in before the next call, at most N_G.
-        steps_ahead: how many steps later the list will be used; what is protected now isn't then.
     """
     device, (layers, slots) = priority.device, priority.shape
     check_tensor("priority", priority, (None, None), torch.int32)
@@ -147,7 +144,6 @@ def choose_victims(
         )
     arguments = VictimArguments(
         pointer(floor), pointer(priority), pointer(ready), pointer(cursors), slots, num_ready,
-        steps_ahead << SCORE_BITS, 0,
     )  # fmt: skip
     MODULE.launch(
         "choose_victims",
