@@ -32,7 +32,8 @@ INSTANCES = [instance("a", "160", 160), instance("b", "160", 150), instance("a",
 
 def test_a_small_run(small_model: Path, tmp_path: Path) -> None:
     pools = [Fraction(1, 2), Fraction(1, 16)]
-    result = run_quality(EngineConfig(model=str(small_model)), INSTANCES, pools)
+    config = EngineConfig(model=str(small_model), host_pool_gib=0.1)  # of the offloaded ones
+    result = run_quality(config, INSTANCES, pools)
     assert result["lossless"] is True
     assert result["tasks"] == ["a", "b"]
     first, second = result["groups"]

@@ -211,6 +211,7 @@ def _config(config: EngineConfig, group: Sequence[Instance], variant: Variant) -
     return dataclasses.replace(
         config,
         offload=variant.fraction is not None,
+        host_pool_gib=config.host_pool_gib if variant.fraction else None,
         device_pool_tokens=slots,
         max_model_len=context + 1,
         max_num_seqs=1,
