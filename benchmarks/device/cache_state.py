@@ -50,15 +50,24 @@ class CacheState:
         state.device_free.fill_(0)
         state.clock.fill_(CLOCK - 1)
         manager.begin_step()  # lists, all names on them
+        self.recent = [
+            state.priority[layer].argsort()[round(slots * (1 - RECENT)) :]
+            for layer in range(state.num_layers)
+        ]
+        if manager._ready is not None:
+            self._have_used(manager._ready)
         self.tensors = [state.device_to_host, state.host_to_device, state.priority,
                         state.device_free, state.slot_buffer, state.clock, state.floor]  # fmt: skip
         if manager._ready is not None:
             self.tensors.append(manager._ready._cursors)
         self.saved = [tensor.clone() for tensor in self.tensors]
-        self.recent = [
-            state.priority[layer].argsort()[round(slots * (1 - RECENT)) :]
-            for layer in range(state.num_layers)
-        ]
+
+    def _have_used(self, ready: ReadyLists) -> None:
+        """As if the lists had been made before the recent slots were used last."""
+        for layer, recent in enumerate(self.recent):
+            oldest = int(self.manager.state.priority[layer, recent].min())
+            names = [0, recent.shape[0], self.manager.state.device_slots, oldest]
+            ready._cursors[layer] = torch.tensor(names, dtype=torch.int32)
 
     @property
     def ready(self) -> ReadyLists:
