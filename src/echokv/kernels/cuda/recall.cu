@@ -278,6 +278,7 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
     if (!first) {
       block_sync();  // the claims before are moved
       if (thread < STRETCHES) shared->claims[thread] = 0;
+      if (thread == 0) shared->recalled = shared->evicted = shared->allocated = 0;
       block_sync();
       entry = unpack(a, tile, thread, floor);
       at = count_claim(a, shared, entry);
@@ -295,16 +296,16 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
       atomicAdd(&shared->evicted, evicted);
     }
     block_sync();
+    if (thread == 0) {
+      add_total(a.layer.totals, RECALLED, shared->recalled);
+      add_total(a.layer.totals, EVICTED, shared->evicted);
+      add_total(a.layer.totals, ALLOCATED, shared->allocated);
+    }
     move_claims(a, shared, claims, held, first && ahead, warp, lane);
   }
   for (u32 tile = block; tile < u32(a.tiles); tile += grid_size()) {
     const Entry entry = tile == block ? mine : unpack(a, tile, thread, floor);
     if (entry.missing && !entry.mine) follow(a, entry);
-  }
-  if (thread == 0) {
-    add_total(a.layer.totals, RECALLED, shared->recalled);
-    add_total(a.layer.totals, EVICTED, shared->evicted);
-    add_total(a.layer.totals, ALLOCATED, shared->allocated);
   }
 }
 
