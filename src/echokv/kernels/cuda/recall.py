@@ -16,7 +16,7 @@ from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.fused_layer import FusedLayer
 
 MODULE = CudaModule("recall", threads=512)
-KERNELS = ("make_resident", "gather_rows")
+KERNELS = ("make_resident", "make_many_resident", "gather_rows")
 
 _WARPS = 16
 EARLY = True
@@ -109,8 +109,9 @@ def make_resident(
         plan.tiles, plan.tiles_per_row, plan.lanes,
         moves_16_bytes(layer.host_rows, layer.device_rows), stretch_of(layer),
     )  # fmt: skip
+    kernel = "make_resident" if plan.tiles == plan.blocks else "make_many_resident"
     MODULE.launch(
-        "make_resident", arguments, device, blocks=plan.blocks,
+        kernel, arguments, device, blocks=plan.blocks,
         shared_bytes=resident_shared_bytes(MODULE.threads), early=EARLY,
     )  # fmt: skip
 
