@@ -321,14 +321,14 @@ class DecodeStep:
         ways: dict[str, tuple[bool | None, bool | None]] = {
             "begin alone": (None, None), "append in line": (here, None),
             "append beside": (beside, None), "recall in line": (None, here),
-            "recall beside": (None, beside), "in line": (here, here), "beside": (beside, beside),
+            "recall beside": (None, beside), "inline": (here, here), "beside": (beside, beside),
             "append in line, recall beside": (here, beside),
             "append beside, recall in line": (beside, here),
         }  # fmt: skip
         self.runs: dict[str, Run] = {"none": self._work}
         for name, (append, recall) in ways.items():
             self.runs[name] = partial(self._run, append, recall)
-        self.runs["beside, touched"] = partial(self._run, beside, beside, touch=True)
+        self.runs["touched"] = partial(self._run, beside, beside, touch=True)
 
     def prepare(self, at: int) -> None:
         """Another selection, and other new rows."""
