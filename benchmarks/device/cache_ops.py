@@ -302,8 +302,8 @@ def victim_times(bench: Bench) -> list[dict[str, Any]]:
 class DecodeStep:
     """The cache's part of a decode step over some layers, beside products like a model's.
 
-    A layer writes its new rows, works for some 50 us (scores, top-k), makes its selection resident,
-    works for as long again (what the query still needs), and then reads the rows.
+    A layer writes its new rows, reads 151 MB (for scores and top-k), makes its selection resident,
+    reads 75 MB (for what the query still needs), and then the rows would be read.
     """
 
     def __init__(self, bench: Bench, state: CacheState, batch: int, misses: int, span: int) -> None:
@@ -315,8 +315,9 @@ class DecodeStep:
         ]
         self.new = state.shuffled(HOST_SLOTS)[:batch].clone()
         self.rows = torch.zeros((batch, 656), dtype=torch.uint8, device=DEVICE)
-        self.left = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
-        self.right = torch.randn(4096, 1024, device=DEVICE, dtype=torch.bfloat16)
+        half = torch.bfloat16
+        self.hidden = torch.randn(batch, 1536, device=DEVICE, dtype=half)
+        self.weights = [torch.randn(1536, 24_576, device=DEVICE, dtype=half) for _ in range(3)]
         here, beside = False, True
         ways: dict[str, tuple[bool | None, bool | None]] = {
             "begin alone": (None, None), "append in line": (here, None),
@@ -336,8 +337,9 @@ class DecodeStep:
         self.new.copy_(self.state.shuffled(HOST_SLOTS)[: self.batch])
 
     def _work(self) -> None:
-        for _ in range(2 * LAYERS):
-            torch.mm(self.left, self.right)
+        for _ in range(LAYERS):
+            for weight in self.weights:
+                torch.mm(self.hidden, weight)
 
     def _run(self, append: bool | None, recall: bool | None, *, touch: bool = False) -> None:
         """One step; each part beside the products (True), in line with them, or (None) left out."""
@@ -348,13 +350,14 @@ class DecodeStep:
                 manager.append(layer, self.new, self.rows, keep=self.batch, beside=append)
             if touch:
                 manager.expect_recall(layer)
-            torch.mm(self.left, self.right)
+            for weight in self.weights[:2]:
+                torch.mm(self.hidden, weight)
             wanted = self.recall.wanted[layer]
             if recall:
                 manager.recall_ahead(layer, wanted, scores)
             elif recall is not None:
                 manager.make_resident(layer, wanted, scores)
-            torch.mm(self.left, self.right)
+            torch.mm(self.hidden, self.weights[2])
             manager.wait()
         manager.end_step()
 
