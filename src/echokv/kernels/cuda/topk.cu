@@ -274,7 +274,11 @@ DEVICE void topk_by_digits(const TopkArguments& a, const Part& part, u32 row, u3
 
 constexpr u32 COPIES = 8;       // of a histogram: equal digits of a warp collide an eighth as often
 constexpr u32 MAX_SAMPLES = 8;  // of a thread
-constexpr u32 AT_ONCE = 4;      // groups that a warp asks for at once
+constexpr u32 AT_ONCE = 6;      // groups that a warp asks for at once
+constexpr u32 FINE_BITS = 11;   // of the digit that candidates are counted by
+constexpr u32 FINE = 1 << FINE_BITS;
+static_assert(FINE == BINS * COPIES, "they share their memory");
+static_assert(FINE / THREADS % 4 == 0 && THREADS <= 1024, "a lane reads its bins four at a time");
 
 struct Summary {  // of a block's list
   u32 count, highest;
@@ -282,19 +286,21 @@ struct Summary {  // of a block's list
 
 // Shared memory of the common way; lists and maps come after it.
 struct ListShared {
-  u32 histogram[BINS * COPIES];
+  u32 histogram[FINE];
   u32 totals[BINS];
   u32 sums[2 * WARP];
-  Summary summaries[MAX_CLUSTER];
   Summary mine;
   u32 before[2];  // above and equal to the k-th key in the blocks before this one
+  u32 last[WARP];  // the candidates that share the k-th key's digits, where they are few
+  u32 last_count;
+  u32 unused[3];
 };
-static_assert(sizeof(ListShared) == 9552, "LIST_SHARED_BYTES of topk.py");
+static_assert(sizeof(ListShared) == 9632, "LIST_SHARED_BYTES of topk.py");
 
 struct Lists {
   u32* keys;    // of this block's part, those above the bound, in any order
   u32* places;  // where in the part
-  u32* all;     // everybody's keys
+  u32* all;     // everybody's keys, in the order of the blocks
   u32* above;   // one bit a place
   u32* equal;
 };
@@ -356,6 +362,62 @@ DEVICE u32 sampled_bound(const TopkArguments& a, ListShared* shared, const float
   return upper << 24 | digit_in_block(shared, &wanted, thread) << 16;
 }
 
+// The digit of the wanted-th key from above in the histogram of candidates, whose bins begin with
+// the highest; takes what lies above it off `wanted` and says how many share it. Every warp finds
+// out for itself; the histogram may be written after the next barrier.
+DEVICE u32 fine_digit(ListShared* shared, u32* wanted, u32* sharing, u32 thread) {
+  constexpr u32 EACH = FINE / WARPS, OF_LANE = EACH / WARP;  // bins of a warp and of a lane
+  const u32 lane = thread % WARP, warp = thread / WARP;
+  const auto bins_of = [&](u32 part, u32* bins) {
+    u32 sum = 0;
+#pragma unroll
+    for (u32 i = 0; i < OF_LANE; i += 4) {
+      const Words four = load_words(shared->histogram + part * EACH + lane * OF_LANE + i);
+      bins[i] = four.x, bins[i + 1] = four.y, bins[i + 2] = four.z, bins[i + 3] = four.w;
+      sum += four.x + four.y + four.z + four.w;
+    }
+    return sum;
+  };
+  u32 bins[OF_LANE], ignored;
+  block_sync();
+  const u32 sum = __reduce_add_sync(ALL_LANES, bins_of(warp, bins));
+  if (lane == 0) shared->sums[warp] = sum;
+  block_sync();
+  const u32 part_sum = lane < WARPS ? shared->sums[lane] : 0;
+  const u32 parts_before = lanes_before(part_sum, lane, &ignored);
+  const bool in_part = parts_before < *wanted && *wanted <= parts_before + part_sum;
+  const u32 part = __ffs(__ballot_sync(ALL_LANES, in_part)) - 1;
+  *wanted -= __shfl_sync(ALL_LANES, parts_before, part);
+  const u32 lane_sum = bins_of(part, bins);
+  u32 before = lanes_before(lane_sum, lane, &ignored);
+  const bool here = before < *wanted && *wanted <= before + lane_sum;
+  u32 place = 0, above = before, count = bins[0];
+#pragma unroll
+  for (u32 i = 1; i < OF_LANE; i++) {
+    before += bins[i - 1];
+    if (before < *wanted) place = i, above = before, count = bins[i];
+  }
+  const u32 owner = __ffs(__ballot_sync(ALL_LANES, here)) - 1;
+  *wanted -= __shfl_sync(ALL_LANES, above, owner);
+  *sharing = __shfl_sync(ALL_LANES, count, owner);
+  return FINE - 1 - (part * EACH + owner * OF_LANE + __shfl_sync(ALL_LANES, place, owner));
+}
+
+// The wanted-th of a few keys from above, by a warp; takes what lies above it off `wanted`.
+DEVICE u32 rank_few(const u32* keys, u32 count, u32* wanted, u32 lane) {
+  const u32 key = lane < count ? keys[lane] : 0;
+  u32 above = 0, equal = 0;
+  for (u32 i = 0; i < count; i++) {
+    const u32 other = __shfl_sync(ALL_LANES, key, i);
+    above += other > key;
+    equal += other == key;
+  }
+  const bool here = lane < count && above < *wanted && *wanted <= above + equal;
+  const u32 owner = __ffs(__ballot_sync(ALL_LANES, here)) - 1;
+  *wanted -= __shfl_sync(ALL_LANES, above, owner);
+  return __shfl_sync(ALL_LANES, key, owner);
+}
+
 DEVICE u32 at_least(Words keys, u32 bound) {  // one bit a key
   return u32(keys.x >= bound) | u32(keys.y >= bound) << 1 | u32(keys.z >= bound) << 2 |
          u32(keys.w >= bound) << 3;
@@ -365,21 +427,26 @@ DEVICE u32 key_of(Words keys, u32 i) {
   return i == 0 ? keys.x : i == 1 ? keys.y : i == 2 ? keys.z : keys.w;
 }
 
-// List what reaches the bound; counts go on past the end of the list.
-DEVICE void list_candidates(const Part& part, const Lists& lists, ListShared* shared, u32 listed,
-                            u32 bound, u32 thread) {
-  const u32 lane = thread % WARP, groups = ceil_div(part.size, GROUP);
-  u32 highest = 0;
-  for (u32 start = thread / WARP; start < groups; start += AT_ONCE * WARPS) {
-    Words keys[AT_ONCE];
-    u32 found = 0;
+DEVICE void read_groups(const Part& part, u32 start, Words* bits, u32 lane) {
 #pragma unroll
-    for (u32 i = 0; i < AT_ONCE; i++)
-      keys[i] = read_scores(part, (start + i * WARPS) * GROUP + lane * 4);
+  for (u32 i = 0; i < AT_ONCE; i++)
+    bits[i] = read_scores(part, (start + i * WARPS) * GROUP + lane * 4);
+}
+
+// List what reaches the bound; counts go on past the end of the list. `bits` are the warp's first
+// groups, which it has read.
+DEVICE void list_candidates(const Part& part, const Lists& lists, ListShared* shared, u32 listed,
+                            u32 bound, Words* bits, u32 thread) {
+  const u32 lane = thread % WARP, warp = thread / WARP, groups = ceil_div(part.size, GROUP);
+  u32 highest = 0;
+#pragma unroll 1
+  for (u32 start = warp; start < groups; start += AT_ONCE * WARPS) {
+    u32 found = 0;
+    if (start != warp) read_groups(part, start, bits, lane);
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE; i++) {
-      keys[i] = to_keys(part, (start + i * WARPS) * GROUP + lane * 4, keys[i]);
-      found |= at_least(keys[i], bound) << (4 * i);
+      bits[i] = to_keys(part, (start + i * WARPS) * GROUP + lane * 4, bits[i]);
+      found |= at_least(bits[i], bound) << (4 * i);
     }
     u32 total, base = 0;
     const u32 before = lanes_before(__popc(found), lane, &total);
@@ -389,7 +456,7 @@ DEVICE void list_candidates(const Part& part, const Lists& lists, ListShared* sh
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE * 4; i++) {
       if ((found >> i & 1) == 0) continue;
-      const u32 key = key_of(keys[i / 4], i % 4);
+      const u32 key = key_of(bits[i / 4], i % 4);
       highest = highest > key ? highest : key;
       if (at < listed) {
         lists.keys[at] = key;
@@ -402,16 +469,53 @@ DEVICE void list_candidates(const Part& part, const Lists& lists, ListShared* sh
   if (lane == 0) atomicMax(&shared->mine.highest, highest);
 }
 
-// Everybody's candidates to this block, counting their first digit above the bound.
-DEVICE void gather_candidates(const Lists& lists, ListShared* shared, u32 blocks, u32 total,
-                              u32 bound, u32 shift, u32 thread) {
-  for (u32 at = thread; at < total; at += THREADS) {
-    u32 other = 0, index = at;
-    while (index >= shared->summaries[other].count) index -= shared->summaries[other++].count;
-    const u32 key = *peer(lists.keys + index, other);
-    lists.all[at] = key;
-    count_key(shared->histogram, (key - bound) >> shift, thread % WARP);
+DEVICE void count_fine(ListShared* shared, u32 digit) {
+  atomicAdd(&shared->histogram[FINE - 1 - digit], 1u);
+}
+
+// Everybody's candidates to this block, counting their first digit above the bound. Lane i of each
+// warp knows the length of block i's list, and how many come before it.
+DEVICE void gather_candidates(const Lists& lists, ListShared* shared, u32 blocks, u32 count,
+                              u32 before, u32 bound, u32 shift, u32 thread) {
+  const u32 lane = thread % WARP, warp = thread / WARP;
+  const u32 warps_each = WARPS > blocks ? WARPS / blocks : 1;
+  for (u32 other = warp / warps_each; other < blocks; other += WARPS) {
+    const u32 size = __shfl_sync(ALL_LANES, count, other);
+    u32* target = lists.all + __shfl_sync(ALL_LANES, before, other);
+    const u32* source = peer(lists.keys, other);
+#pragma unroll 4
+    for (u32 at = warp % warps_each * WARP + lane; at < size; at += warps_each * WARP) {
+      const u32 key = source[at];
+      target[at] = key;
+      count_fine(shared, (key - bound) >> shift);
+    }
   }
+}
+
+// The wanted-th key from above of everybody's, whose first digit is counted; takes what lies above
+// it off `wanted`.
+DEVICE u32 kth_of_all(const Lists& lists, ListShared* shared, u32 total, u32 bound, u32 shift,
+                      u32* wanted, u32 thread) {
+  u32 sharing, prefix = fine_digit(shared, wanted, &sharing, thread);
+  while (shift > 0 && sharing > WARP) {
+    block_sync();  // everybody has read the histogram
+    for (u32 i = thread * 4; i < FINE; i += THREADS * 4) store_words(shared->histogram + i, {0, 0, 0, 0});
+    block_sync();
+    const u32 step = smaller(shift, FINE_BITS), above = shift;
+    shift -= step;
+    for (u32 at = thread; at < total; at += THREADS) {
+      const u32 key = lists.all[at] - bound;
+      if (key >> above == prefix) count_fine(shared, key >> shift & ((1u << step) - 1));
+    }
+    prefix = prefix << step | fine_digit(shared, wanted, &sharing, thread);
+  }
+  if (shift == 0) return bound + prefix;
+  for (u32 at = thread; at < total; at += THREADS) {
+    const u32 key = lists.all[at];
+    if ((key - bound) >> shift == prefix) shared->last[atomicAdd(&shared->last_count, 1u)] = key;
+  }
+  block_sync();
+  return rank_few(shared->last, sharing, wanted, thread % WARP);
 }
 
 // Write this block's share of the k best, in ascending position.
@@ -454,49 +558,39 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   const u32 lane = thread % WARP, blocks = cluster_size(), rank = cluster_rank(), k = a.k;
   const u32 words = ceil_div(part.size, WARP), listed = a.listed;
   const Lists lists = lists_after(shared, listed, a.chunk);
-  cluster_arrive();  // nothing may be sent to a block that hasn't started
-  for (u32 i = thread * 4; i < BINS * COPIES; i += THREADS * 4)
+  Words bits[AT_ONCE];
+  read_groups(part, thread / WARP, bits, lane);  // on their way while the sample is looked at
+  for (u32 i = thread * 4; i < FINE; i += THREADS * 4)
     store_words(shared->histogram + i, {0, 0, 0, 0});
   for (u32 i = thread; i < words; i += THREADS) lists.above[i] = lists.equal[i] = 0;
-  if (thread == 0) shared->mine = {0, 0}, shared->before[0] = shared->before[1] = 0;
+  if (thread == 0) {
+    shared->mine = {0, 0};
+    shared->before[0] = shared->before[1] = shared->last_count = 0;
+  }
   block_sync();
   u32 bound = 1;  // every key
   if (length > listed) bound = sampled_bound(a, shared, a.scores + u64(row) * a.width, length, thread);
-  list_candidates(part, lists, shared, listed, bound, thread);
-  cluster_wait();
-  block_sync();
-  if (thread < blocks) *peer(&shared->summaries[rank], thread) = shared->mine;
+  list_candidates(part, lists, shared, listed, bound, bits, thread);
   cluster_arrive();
-  cluster_wait();
+  cluster_wait();  // everybody's list is there
 
-  u32 total = 0, before = 0, highest = 0;
-  for (u32 other = 0; other < blocks; other++) {
-    const Summary one = shared->summaries[other];
-    if (other < rank) before += one.count;
-    total += one.count;
-    highest = highest > one.highest ? highest : one.highest;
-  }
+  Summary one = {0, 0};
+  if (lane < blocks) one = *peer(&shared->mine, lane);
+  u32 total;
+  const u32 all_before = lanes_before(one.count, lane, &total);
+  const u32 highest = __reduce_max_sync(ALL_LANES, one.highest);
   if (total < k || total > listed) {
     cluster_arrive();
     cluster_wait();  // everybody has read the summaries: shared memory may serve the sure way
     return false;
   }
-  u32 bits = 32 - __clz(highest - bound), wanted = k;
-  u32 shift = bits > BITS ? bits - BITS : 0;
-  gather_candidates(lists, shared, blocks, total, bound, shift, thread);
+  const u32 digits = 32 - __clz(highest - bound), shift = digits > FINE_BITS ? digits - FINE_BITS : 0;
+  u32 wanted = k;
+  gather_candidates(lists, shared, blocks, one.count, all_before, bound, shift, thread);
   cluster_arrive();  // this block reads no more
-  u32 prefix = digit_in_block(shared, &wanted, thread);
-  while (shift > 0) {
-    const u32 step = smaller(shift, BITS), above = shift;
-    shift -= step;
-    for (u32 at = thread; at < total; at += THREADS) {
-      const u32 key = lists.all[at] - bound;
-      if (key >> above == prefix) count_key(shared->histogram, key >> shift & ((1u << step) - 1), lane);
-    }
-    prefix = prefix << step | digit_in_block(shared, &wanted, thread);
-  }
-  const u32 threshold = bound + prefix;
+  const u32 threshold = kth_of_all(lists, shared, total, bound, shift, &wanted, thread);
 
+  const u32 before = __shfl_sync(ALL_LANES, all_before, rank);
   u32 above = 0, equal = 0;
   for (u32 at = thread; at < before; at += THREADS) {
     above += lists.all[at] > threshold;
@@ -506,7 +600,8 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   equal = __reduce_add_sync(ALL_LANES, equal);
   if (lane == 0 && above != 0) atomicAdd(&shared->before[0], above);
   if (lane == 0 && equal != 0) atomicAdd(&shared->before[1], equal);
-  for (u32 at = thread; at < shared->mine.count; at += THREADS) {
+  const u32 own = __shfl_sync(ALL_LANES, one.count, rank);
+  for (u32 at = thread; at < own; at += THREADS) {
     const u32 key = lists.keys[at], place = lists.places[at];
     if (key >= threshold)
       atomicOr((key > threshold ? lists.above : lists.equal) + place / WARP, 1u << place % WARP);
@@ -523,6 +618,7 @@ KERNEL(TOPK_THREADS, 2) void topk(ARGUMENTS TopkArguments arguments) {
   const u32 blocks = cluster_size(), rank = cluster_rank();
   const u32 k = arguments.k, row = block_index() / blocks;
   i32* positions = arguments.positions + u64(row) * k;
+  wait_for_previous();
   const i32 context = arguments.context_lens[row];
   const u32 length = context < 0 ? 0 : smaller(context, arguments.width);
   if (length < k) {  // everything is chosen; the same in the whole cluster

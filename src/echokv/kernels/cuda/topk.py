@@ -21,7 +21,7 @@ _BINS, _LANES, _PAIRS = 256, 32, 2 * (32 + MAX_CLUSTER)
 FIXED_SHARED_BYTES = 4 * (_BINS * _LANES + 2 * MAX_CLUSTER * _BINS + _BINS + _PAIRS + 4)
 """sizeof(TopkShared); the kept keys come after it."""
 
-LIST_SHARED_BYTES = 4 * (_BINS * 8 + _BINS + 2 * _LANES + 2 * MAX_CLUSTER + 4)
+LIST_SHARED_BYTES = 4 * (_BINS * 8 + _BINS + 2 * _LANES + 4 + _LANES + 4)
 """sizeof(ListShared); lists and maps come after it."""
 
 BY_LISTS = True
