@@ -58,6 +58,10 @@ class CudaModule:
                     MAX_SHARED_BYTES,
                 )
                 _require(error, f"giving {kernel} {MAX_SHARED_BYTES} B of shared memory")
+                (error,) = driver.cuFuncSetAttribute(
+                    function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
+                )
+                _require(error, f"letting {kernel} have clusters of more than 8 blocks")
                 self._functions[index, kernel] = function
 
     def launch(

@@ -30,13 +30,21 @@ def _latent_tile(
     """[ROWS, COLUMNS] of DTYPE; zeros where there is no row or no column."""
     column = start + tl.arange(0, COLUMNS)[None, :]
     at = values + (slot * row_values)[:, None] + column
-    raw = tl.load(at, mask=named[:, None] & (column < LATENT), other=0.0)
+    there = named[:, None]
+    if LATENT % COLUMNS != 0:
+        there &= column < LATENT
+    raw = tl.load(at, mask=there, other=0.0)
+    if raw.dtype == DTYPE:
+        return raw  # from where it lands in shared memory, without passing through registers
     wide = raw.to(tl.float32)
     if IS_FP8:
         groups: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP
         group = start // GROUP + tl.arange(0, groups)[None, :]
         at = scales + (slot * row_scales)[:, None] + LATENT // 4 + group
-        factor = tl.load(at, mask=named[:, None] & (group < LATENT // GROUP), other=0.0)
+        there = named[:, None]
+        if LATENT % COLUMNS != 0:
+            there &= group < LATENT // GROUP
+        factor = tl.load(at, mask=there, other=0.0)
         wide = wide.reshape(raw.shape[0], groups, COLUMNS // groups) * factor[:, :, None]
         wide = wide.reshape(raw.shape[0], COLUMNS)
     return round_to(wide, DTYPE)
@@ -49,7 +57,7 @@ def attend_piece(
     scales,
     ropes,  # [N, row_ropes * UNIT] the same bytes in the rope part's dtype
     device_slots,  # [T, k]
-    sums,  # [T, pieces, H, LATENT] fp32 out: probabilities times rows; not written without rows
+    sums,  # [T, pieces, H, LATENT] out: probabilities times rows
     tops,  # [T, pieces, H] fp32 out: the largest logit, before scaling; -inf without rows
     totals,  # [T, pieces, H] fp32 out: sums of probabilities
     scale_log2,
@@ -79,12 +87,14 @@ def attend_piece(
     piece = tl.program_id(1)
     token = tl.program_id(2).to(tl.int64)
     slots = device_slots + token * k
-    entry = piece * PIECE + tl.arange(0, PIECE)
-    count = tl.sum((tl.load(slots + entry, mask=entry < k, other=-1) >= 0).to(tl.int32))
-    query_row = (query + (token * heads + head) * (LATENT + ROPE_DIM))[:, None]
+    slots += piece * PIECE
+    left = k - piece * PIECE
+    entry = tl.arange(0, PIECE)
+    count = tl.sum((tl.load(slots + entry, mask=entry < left, other=-1) >= 0).to(tl.int32))
+    query_row = query + token * heads * (LATENT + ROPE_DIM) + (head * (LATENT + ROPE_DIM))[:, None]
     rope_column = tl.arange(0, ROPE)[None, :]
-    rope_mask = head_ok[:, None] & (rope_column < ROPE_DIM)
-    q_rope = tl.load(query_row + LATENT + rope_column, mask=rope_mask, other=0.0).to(DTYPE)
+    q_rope_mask = head_ok[:, None] & (rope_column < ROPE_DIM)
+    q_rope = tl.load(query_row + LATENT + rope_column, mask=q_rope_mask, other=0.0).to(DTYPE)
     column = tl.arange(0, COLUMNS)[None, :]
     q_mask = head_ok[:, None] & (column < LATENT)
     if groups == 1:
@@ -93,13 +103,14 @@ def attend_piece(
     top = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     for start in range(0, PIECE if INTERPRETED else count, ROWS):  # rows come first, then none
-        index = piece * PIECE + start + tl.arange(0, ROWS)
-        slot = tl.load(slots + index, mask=index < k, other=-1).to(tl.int64)
+        index = start + tl.arange(0, ROWS)
+        slot = tl.load(slots + index, mask=index < left, other=-1).to(tl.int64)
         named = slot >= 0
         rope_row = ((slot * row_ropes + rope_at) * UNIT)[:, None]
         rope_mask = named[:, None] & (rope_column < ROPE_DIM)
         rope = tl.load(ropes + rope_row + rope_column, mask=rope_mask, other=0.0)
-        rope = round_to(rope.to(tl.float32), DTYPE)
+        if rope.dtype != DTYPE:
+            rope = round_to(rope.to(tl.float32), DTYPE)
         if groups == 1:
             row = _latent_tile(
                 values, scales, slot, named, 0, row_values, row_scales, LATENT, COLUMNS, GROUP,
@@ -129,19 +140,18 @@ def attend_piece(
         total = total * fade + tl.sum(probs, axis=1)
         acc = acc * fade[:, None] + dot(round_to(probs, DTYPE), row)
         top = new_top
-    at = (token * tl.num_programs(1) + piece) * heads + head
+    first = (token * tl.num_programs(1) + piece) * heads
     own = head_ok & (first_column == 0)
-    tl.store(tops + at, top, mask=own)
-    tl.store(totals + at, total, mask=own)
-    if count > 0:
-        column += first_column
-        mask = head_ok[:, None] & (column < LATENT)
-        tl.store(sums + at[:, None] * LATENT + column, acc, mask=mask)
+    tl.store(tops + first + head, top, mask=own)
+    tl.store(totals + first + head, total, mask=own)
+    column += first_column
+    at = sums + first * LATENT + head[:, None] * LATENT + column
+    tl.store(at, round_to(acc, sums.dtype.element_ty), mask=head_ok[:, None] & (column < LATENT))
 
 
 @triton.jit
 def add_pieces(
-    sums,  # [T, PIECES, H, latent_dim] fp32
+    sums,  # [T, PIECES, H, latent_dim]
     tops,  # [T, PIECES, H] fp32
     totals,  # [T, PIECES, H] fp32
     out,  # [T, H, latent_dim]
@@ -165,11 +175,11 @@ def add_pieces(
     total = tl.load(totals + first + piece * heads, mask=mask, other=0.0)
     total = tl.sum(total * tl.exp2((top - base) * scale_log2), axis=0)
     acc = tl.zeros((BLOCK_LATENT,), tl.float32)
+    inside = column < latent_dim
     for i in tl.static_range(PIECES):
         weight = tl.exp2((tl.load(tops + first + i * heads) - base) * scale_log2)
-        weight = tl.zeros((BLOCK_LATENT,), tl.float32) + weight
-        at = sums + (first + i * heads) * latent_dim + column
-        acc += weight * tl.load(at, mask=(column < latent_dim) & (weight > 0.0), other=0.0)
+        part = tl.load(sums + (first + i * heads) * latent_dim + column, mask=inside, other=0.0)
+        acc += weight * part.to(tl.float32)
     acc = acc / tl.where(total == 0.0, 1.0, total)
     target = out + (token * heads + head) * latent_dim + column
-    tl.store(target, round_to(acc, out.dtype.element_ty), mask=column < latent_dim)
+    tl.store(target, round_to(acc, out.dtype.element_ty), mask=inside)

@@ -67,15 +67,20 @@ def attend(
     ropes = rows.view(torch.bfloat16) if is_fp8 else values
     rope_at = fmt.latent_dim + (2 * fmt.latent_dim // FP8_GROUP - fmt.latent_dim // 2) * is_fp8
     unit = math.gcd(8, ropes.shape[1], rope_at)  # wide loads need to know that addresses are even
-    pieces = triton.cdiv(k, tiles.piece)
-    sums = torch.empty(tokens, pieces, heads, fmt.latent_dim, device=device)
+    piece = min(tiles.piece, max(tiles.rows, triton.next_power_of_2(k)))
+    pieces = triton.cdiv(k, piece)
+    # In the query's dtype: each is rounded as the result is, and fp32 would be most of the traffic.
+    sums = query.new_empty(tokens, pieces, heads, fmt.latent_dim)
     tops, totals = torch.empty(2, tokens, pieces, heads, device=device).unbind()
-    groups, head_blocks = triton.cdiv(fmt.latent_dim, tiles.columns), triton.cdiv(heads, tiles.heads)
+    groups, head_blocks = (
+        triton.cdiv(fmt.latent_dim, tiles.columns),
+        triton.cdiv(heads, tiles.heads),
+    )
     attend_piece[(groups * head_blocks, pieces, tokens)](
         query, values, rows.view(torch.float32), ropes, device_slots, sums, tops, totals,
         scale * _LOG2_E, heads, k, values.shape[1], fmt.row_bytes // 4, ropes.shape[1] // unit,
         rope_at // unit, unit, fmt.rope_dim, fmt.latent_dim,
-        max(16, triton.next_power_of_2(fmt.rope_dim)), tiles.columns, FP8_GROUP, tiles.piece,
+        max(16, triton.next_power_of_2(fmt.rope_dim)), tiles.columns, FP8_GROUP, piece,
         tiles.heads, tiles.rows, is_fp8, compute, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     add_pieces[(heads, tokens)](
@@ -87,9 +92,9 @@ def attend(
 def mla_tiles(latent_dim: int, compute: tl.dtype) -> MlaTiles:
     """Tiles that spill nothing on Hopper, and were the fastest there of those that were tried."""
     if compute == tl.float32:
-        return MlaTiles(heads=16, columns=64, rows=16, piece=256, warps=4, stages=1)
+        return MlaTiles(heads=16, columns=128, rows=16, piece=256, warps=4, stages=1)
     whole = max(16, triton.next_power_of_2(latent_dim))
-    return MlaTiles(heads=64, columns=whole, rows=64, piece=256, warps=8, stages=2)
+    return MlaTiles(heads=64, columns=whole, rows=64, piece=128, warps=8, stages=2)
 
 
 def _compute_dtype(query: torch.dtype, rows: torch.dtype) -> tl.dtype:
@@ -107,7 +112,9 @@ def _signature(query: str, values: str) -> tuple[object, ...]:
         "scales": "*fp32",
         "ropes": "*bf16" if is_fp8 else values,
         "device_slots": "*i32",
-        **dict.fromkeys(("sums", "tops", "totals"), "*fp32"),
+        "sums": query,
+        "tops": "*fp32",
+        "totals": "*fp32",
         "scale_log2": "fp32",
         **dict.fromkeys(("heads", "k", "row_values"), "i32:16"),
         "row_scales": "i32" if is_fp8 else "i32:16",  # 656 B are 164 fp32
@@ -137,13 +144,15 @@ COMPILE_SIGNATURES = (
     (
         add_pieces,
         {
-            **dict.fromkeys(("sums", "tops", "totals"), "*fp32"),
+            "sums": "*bf16",
+            "tops": "*fp32",
+            "totals": "*fp32",
             "out": "*bf16",
             "scale_log2": "fp32",
             "heads": "i32:16",
             "latent_dim": "i32:16",
-            "PIECES": 8,
-            "BLOCK_PIECES": 8,
+            "PIECES": 16,
+            "BLOCK_PIECES": 16,
             "BLOCK_LATENT": 512,
         },
     ),
