@@ -1,6 +1,7 @@
 """Exact top-k in one launch: a cluster of thread blocks a row. Contract in `reference/topk.py`."""
 
 import ctypes
+import functools
 import math
 
 import torch
@@ -13,6 +14,7 @@ MODULE = CudaModule("topk", threads=512)
 KERNELS = ("topk",)
 
 MAX_CLUSTER = 16
+PORTABLE_CLUSTER = 8  # blocks that any Hopper runs together
 _SCORES_PER_BLOCK = 4096  # at least, where a cluster has more than one
 HELD = 16 * 4 * 128
 """Scores of a block that stay in registers."""
@@ -29,7 +31,6 @@ BY_LISTS = True
 
 _WHOLE_ROW = 8192  # scores; rows up to here are listed without a bound
 _LONG_ROW = 2**18  # scores; from here more than 8 blocks are worth their slower barriers
-_FEW_ROWS = 4  # clusters of more than 8 blocks that surely fit a device together
 _MAX_SAMPLES = 16  # of a thread: MAX_SAMPLES of topk.cu
 _EXPECTED = 64  # samples among the k best: EXPECTED of topk.cu
 
@@ -60,7 +61,8 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if rows == 0:
         return positions, kth
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    cluster = cluster_size(rows, width, sms)
+    large = width >= _LONG_ROW and rows <= _large_clusters(device)
+    cluster = cluster_size(rows, width, sms, MAX_CLUSTER if large else PORTABLE_CLUSTER)
     chunk, cached, shared_bytes = part_of_row(width, cluster)
     listed, bytes_of_lists = list_of_row(width, chunk, k) if BY_LISTS else (0, 0)
     shared_bytes = max(shared_bytes, bytes_of_lists)
@@ -75,11 +77,18 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return positions, kth
 
 
-def cluster_size(rows: int, width: int, sms: int) -> int:
+@functools.cache
+def _large_clusters(device: torch.device) -> int:
+    return MODULE.clusters_at_once(
+        "topk", device, cluster=MAX_CLUSTER, shared_bytes=MAX_SHARED_BYTES
+    )
+
+
+def cluster_size(rows: int, width: int, sms: int, most: int) -> int:
     """Blocks a row: as many as fit the device at once, but none with next to nothing to do."""
     if width <= _WHOLE_ROW:
         return 1
-    size = MAX_CLUSTER if rows <= _FEW_ROWS and width >= _LONG_ROW else 8
+    size = most
     while size > 1 and (rows * size > sms or width < size * _SCORES_PER_BLOCK):
         size //= 2
     return size
