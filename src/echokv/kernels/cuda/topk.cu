@@ -273,6 +273,7 @@ DEVICE void topk_by_digits(const TopkArguments& a, const Part& part, u32 row, u3
 
 constexpr u32 MAX_SAMPLES = 16;   // of a thread
 constexpr float EXPECTED = 64;    // samples among the k best, where a thread takes so few
+constexpr u32 SAMPLES_AT_ONCE = 8;
 constexpr u32 AT_ONCE = 6;        // groups that a warp asks for at once
 constexpr u32 FINE_BITS = 11;     // of the digit that candidates are counted by
 constexpr u32 FINE = 1 << FINE_BITS;
@@ -313,26 +314,45 @@ DEVICE Lists lists_after(ListShared* shared, u32 listed, u32 chunk, u32 blocks) 
           above + words, above + 2 * words};
 }
 
-// A bound above which more than k keys of the row lie, though not many more; most likely. Each warp
-// takes every WARPS-th sample and finds the key at the wanted rank; the bound is their mean.
-DEVICE u32 sampled_bound(const TopkArguments& a, ListShared* shared, const float* scores,
-                         u32 length, u32 thread) {
-  const u32 lane = thread % WARP, warp = thread / WARP;
-  const u32 enough = u32(EXPECTED * float(length) / (float(a.k) * THREADS)) + 1;
+// Which scores of a row are its sample: one in each stretch, anywhere in it, lest they beat with a
+// period of the scores. Every warp has WARPS-th ones, from the whole row.
+struct Sample {
+  u32 each;  // of a thread
+  u32 stride;
+};
+
+DEVICE Sample sample_of(u32 length, u32 k) {
+  const u32 enough = u32(EXPECTED * float(length) / (float(k) * THREADS)) + 1;
   const u32 each = smaller(smaller(enough, MAX_SAMPLES), length / THREADS);
-  const u32 stride = length / (each * THREADS);
-  const float expected = float(a.k) * float(each * THREADS) / float(length);
+  return {each, length / (each * THREADS)};
+}
+
+DEVICE void read_sample(const Sample& sample, const float* scores, u32 first, u32* bits,
+                        u32 thread) {
+#pragma unroll
+  for (u32 i = 0; i < SAMPLES_AT_ONCE; i++) {
+    const u32 number = ((first + i) * WARP + thread % WARP) * WARPS + thread / WARP;
+    const u32 at = number * sample.stride + u32(u64(number * 0x9e3779b1u) * sample.stride >> 32);
+    bits[i] = first + i < sample.each ? float_bits(scores[at]) : ALL_LANES;  // a NaN
+  }
+}
+
+// A bound above which more than k keys of the row lie, though not many more; most likely: the mean
+// of what each warp finds at the wanted rank of its samples. `bits` are a thread's first ones.
+DEVICE u32 sampled_bound(const Sample& sample, ListShared* shared, const float* scores, u32 length,
+                         u32 k, u32* bits, u32 thread) {
+  const u32 lane = thread % WARP;
+  const float expected = float(k) * float(sample.each * THREADS) / float(length);
   const u32 rank = u32((expected + 5 * sqrtf(expected) + 4) / WARPS) + 1;
   u32 best = 0, second = 0;  // of this lane: a third among the warp's best is rare, and lowers it
-#pragma unroll 4
-  for (u32 i = 0; i < each; i++) {
-    const u32 sample = (i * WARP + lane) * WARPS + warp;
-    // Anywhere in its stretch, lest it beat with a period of the scores.
-    const u32 at = sample * stride + (sample * 0x9e3779b1u >> 8) % stride;
-    const u32 key = order_key(float_bits(scores[at]));
-    const u32 lower = smaller(best, key);
-    best = best > key ? best : key;
-    second = second > lower ? second : lower;
+  for (u32 first = 0; first < sample.each; first += SAMPLES_AT_ONCE) {
+    if (first != 0) read_sample(sample, scores, first, bits, thread);
+#pragma unroll
+    for (u32 i = 0; i < SAMPLES_AT_ONCE; i++) {
+      const u32 key = order_key(bits[i]), lower = smaller(best, key);
+      best = best > key ? best : key;
+      second = second > lower ? second : lower;
+    }
   }
   u32 found = 0;
   for (u32 i = 0; i < rank; i++) {
@@ -340,7 +360,7 @@ DEVICE u32 sampled_bound(const TopkArguments& a, ListShared* shared, const float
     const u32 owner = __ffs(__ballot_sync(ALL_LANES, best == found)) - 1;
     if (lane == owner) best = second, second = 0;
   }
-  if (lane == 0) shared->sums[warp] = found / WARPS;
+  if (lane == 0) shared->sums[thread / WARP] = found / WARPS;
   block_sync();
   return __reduce_add_sync(ALL_LANES, lane < WARPS ? shared->sums[lane] : 0);
 }
@@ -575,7 +595,11 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   const bool everything = length <= listed;
   const Lists lists = lists_after(shared, listed, a.chunk, blocks);
   cluster_arrive();  // nothing may be sent to a block that hasn't started
+  const float* scores = a.scores + u64(row) * a.width;
+  const Sample sample = everything ? Sample{0, 0} : sample_of(length, k);
+  u32 sampled[SAMPLES_AT_ONCE];
   Words bits[AT_ONCE];
+  if (!everything) read_sample(sample, scores, 0, sampled, thread);
   read_groups(part, thread / WARP, bits, lane);  // on their way while the sample is looked at
   for (u32 i = thread * 4; i < FINE; i += THREADS * 4)
     store_words(shared->histogram + i, {0, 0, 0, 0});
@@ -589,7 +613,7 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
     block_sync();
     list_everything(part, lists, shared, shift, blocks == 1, bits, thread);
   } else {
-    bound = sampled_bound(a, shared, a.scores + u64(row) * a.width, length, thread);
+    bound = sampled_bound(sample, shared, scores, length, k, sampled, thread);
     if (bound > LOWEST)
       list_candidates(part, lists, shared, listed, bound, bits, thread);
     else if (thread == 0)
