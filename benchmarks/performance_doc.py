@@ -282,19 +282,17 @@ def library(op: str) -> list[Row]:
 
 
 def sparse_mla() -> str:
-    """FlashMLA, plain torch and Triton."""
+    """FlashMLA, plain torch and Triton, by row format and batch."""
     rows = library("sparse_mla")
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
         triton, torch = (median(rows, case=case, variant=name) for name in ("triton", "torch"))
+        name, batch = case.split(" batch ") if " batch " in case else ("fp8_ds_mla", case[6:])
         lines.append((
-            case.removeprefix("batch "), median(rows, case=case, variant="flashmla"), torch, triton,
-            f"{triton / torch:.1f}" if triton and torch else None,
-            median(load("kernels-h200")["timings"], op="sparse_mla", variant="triton",
-                   case=f"fp8_ds_mla {case} k {TOPK}"),
+            name, batch, median(rows, case=case, variant="flashmla"), torch, triton,
+            f"{triton / torch:.2f}" if triton and torch else None,
         ))  # fmt: skip
-    header = ("batch", "FlashMLA", "plain PyTorch", "Triton", "Triton to PyTorch",
-              "Triton before (kernels-h200.json)")  # fmt: skip
+    header = ("rows", "batch", "FlashMLA", "plain PyTorch", "Triton", "Triton to PyTorch")
     return table(header, lines)
 
 

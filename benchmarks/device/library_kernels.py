@@ -10,6 +10,7 @@ leaves those out. `--tiles` times other ways to cut the Triton products too.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from echokv.kernels.triton.fp8_product import Tiles, product
 
 PARTS = ("attention", "logits", "products", "experts")
 BATCHES = (1, 13, 64)
+ATTENTION_BATCHES = (1, 4, 13, 32, 64)
 SCORES = ((1, 98_304), (13, 32_768), (13, 98_304), (64, 32_768))
 WEIGHTS = {
     "q_a": (1536, 7168),
@@ -67,23 +69,25 @@ def fp8_weight(device: torch.device, *shape: int) -> Pair:
 
 
 def attention(bench: common.Bench) -> None:
-    """Sparse decode over fp8 rows."""
+    """Sparse decode over rows of both formats; FlashMLA reads fp8 rows only."""
     library = FlashMla()
-    for batch in BATCHES:
-        case = common.mla_case(bench, "fp8_ds_mla", batch, 0)
+    for name, batch in itertools.product(("fp8_ds_mla", "bfloat16"), ATTENTION_BATCHES):
+        case = common.mla_case(bench, name, batch, 0)
         arguments = (case.query, case.pool, case.slots, case.fmt, common.SCALE)
         variants: dict[str, Callable[[], Tensor]] = {
-            "flashmla": partial(library.decode, *arguments),
-            "triton": partial(bench.kernels.sparse_mla, *arguments),
+            "triton": partial(bench.kernels.sparse_mla, *arguments)
         }
+        if name == "fp8_ds_mla":
+            variants["flashmla"] = partial(library.decode, *arguments)
         exact, plain = case.dense(batch - 1, torch.float64), case.dense(batch - 1, torch.bfloat16)
         allowed = 2 * float((plain - exact).abs().max()) + 2**-7 * float(exact.abs().max())
-        for name, run in variants.items():
+        for label, run in variants.items():
             error = float((run()[batch - 1].double().cpu() - exact).abs().max())
-            bench.check(f"{name} batch {batch}", error <= allowed, error=error, allowed=allowed)
+            title = f"{label} {name} batch {batch}"
+            bench.check(title, error <= allowed, error=error, allowed=allowed)
         moved = batch * bench.sizes.k * case.fmt.row_bytes
         common.compare(
-            bench, "sparse_mla", f"batch {batch}", moved,
+            bench, "sparse_mla", f"{name} batch {batch}", moved,
             {**variants, "torch": common.plain_mla(case)},
         )  # fmt: skip
 
