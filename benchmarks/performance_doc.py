@@ -282,19 +282,33 @@ def library(op: str) -> list[Row]:
 
 
 def sparse_mla() -> str:
-    """FlashMLA, plain torch and Triton."""
+    """FlashMLA, plain torch and Triton, by row format and batch."""
     rows = library("sparse_mla")
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
         triton, torch = (median(rows, case=case, variant=name) for name in ("triton", "torch"))
+        name, batch = case.split(" batch ") if " batch " in case else ("fp8_ds_mla", case[6:])
         lines.append((
-            case.removeprefix("batch "), median(rows, case=case, variant="flashmla"), torch, triton,
-            f"{triton / torch:.1f}" if triton and torch else None,
-            median(load("kernels-h200")["timings"], op="sparse_mla", variant="triton",
-                   case=f"fp8_ds_mla {case} k {TOPK}"),
+            name, batch, median(rows, case=case, variant="flashmla"), torch, triton,
+            f"{triton / torch:.2f}" if triton and torch else None,
         ))  # fmt: skip
-    header = ("batch", "FlashMLA", "plain PyTorch", "Triton", "Triton to PyTorch",
-              "Triton before (kernels-h200.json)")  # fmt: skip
+    header = ("rows", "batch", "FlashMLA", "plain PyTorch", "Triton", "Triton to PyTorch")
+    return table(header, lines)
+
+
+def products() -> str:
+    """Block fp8 products, each weight read from HBM, at 1 and 13 tokens."""
+    rows = [row for row in library("fp8_linear") if row["variant"] == "triton"]
+    lines = []
+    for name in dict.fromkeys(row["case"].split(", tokens")[0] for row in rows):
+        cells: list[object] = []
+        for tokens in (1, 13):
+            row = find(rows, case=f"{name}, tokens {tokens}") or {}
+            rate = row.get("gb_per_s")
+            cells += [row.get("median_us"), f"{rate / 1e3:.2f}" if rate else None]
+        size = next(row["bytes"] for row in rows if row["case"].startswith(name))
+        lines.append((name, f"{size / 1e6:.1f}", *cells))
+    header = ("fp8 weights of", "MB", "1 token, us", "TB/s", "13 tokens, us", "TB/s")
     return table(header, lines)
 
 
@@ -519,6 +533,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "topk": topk,
     "scores": scores,
     "sparse mla": sparse_mla,
+    "products": products,
     "experts": experts,
     "overlap": overlap,
     "draw": draw,

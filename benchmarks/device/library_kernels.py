@@ -10,6 +10,7 @@ leaves those out. `--tiles` times other ways to cut the Triton products too.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -34,22 +35,24 @@ from echokv.kernels.reference.fp8_linear import (
 )
 from echokv.kernels.registry import load_kernels
 from echokv.kernels.triton.fp8_experts import expert_tiles, fp8_experts, group_by_expert
-from echokv.kernels.triton.fp8_linear import linear_tiles
 from echokv.kernels.triton.fp8_product import Tiles, product
 
 PARTS = ("attention", "logits", "products", "experts")
 BATCHES = (1, 13, 64)
+ATTENTION_BATCHES = (1, 4, 13, 32, 64)
 SCORES = ((1, 98_304), (13, 32_768), (13, 98_304), (64, 32_768))
 WEIGHTS = {
-    "q_a": (1536, 7168),
-    "kv_a": (576, 7168),
+    "q_a, index wk, kv_a": (2240, 7168),
     "q_b": (24_576, 1536),
     "index wq_b": (8192, 1536),
     "o_proj": (7168, 16_384),
+    "shared gate, up": (4096, 7168),
     "shared down": (7168, 2048),
-    "dense gate or up": (18_432, 7168),
+    "dense gate, up": (36_864, 7168),
     "dense down": (7168, 18_432),
 }
+"""As a layer multiplies them; those of gate and up are followed by silu(gate) * up."""
+
 EXPERTS, HIDDEN, INNER, CHOICES = 32, 7168, 2048, 8
 MANY_BYTES = 150e6
 """Weights are copied until they take this much: three times the L2 cache."""
@@ -67,23 +70,25 @@ def fp8_weight(device: torch.device, *shape: int) -> Pair:
 
 
 def attention(bench: common.Bench) -> None:
-    """Sparse decode over fp8 rows."""
+    """Sparse decode over rows of both formats; FlashMLA reads fp8 rows only."""
     library = FlashMla()
-    for batch in BATCHES:
-        case = common.mla_case(bench, "fp8_ds_mla", batch, 0)
+    for name, batch in itertools.product(("fp8_ds_mla", "bfloat16"), ATTENTION_BATCHES):
+        case = common.mla_case(bench, name, batch, 0)
         arguments = (case.query, case.pool, case.slots, case.fmt, common.SCALE)
         variants: dict[str, Callable[[], Tensor]] = {
-            "flashmla": partial(library.decode, *arguments),
-            "triton": partial(bench.kernels.sparse_mla, *arguments),
+            "triton": partial(bench.kernels.sparse_mla, *arguments)
         }
+        if name == "fp8_ds_mla":
+            variants["flashmla"] = partial(library.decode, *arguments)
         exact, plain = case.dense(batch - 1, torch.float64), case.dense(batch - 1, torch.bfloat16)
         allowed = 2 * float((plain - exact).abs().max()) + 2**-7 * float(exact.abs().max())
-        for name, run in variants.items():
+        for label, run in variants.items():
             error = float((run()[batch - 1].double().cpu() - exact).abs().max())
-            bench.check(f"{name} batch {batch}", error <= allowed, error=error, allowed=allowed)
+            title = f"{label} {name} batch {batch}"
+            bench.check(title, error <= allowed, error=error, allowed=allowed)
         moved = batch * bench.sizes.k * case.fmt.row_bytes
         common.compare(
-            bench, "sparse_mla", f"batch {batch}", moved,
+            bench, "sparse_mla", f"{name} batch {batch}", moved,
             {**variants, "torch": common.plain_mla(case)},
         )  # fmt: skip
 
@@ -134,28 +139,31 @@ def products(bench: common.Bench, args: argparse.Namespace) -> None:
     for name, (columns, width) in WEIGHTS.items():
         copies = max(1, min(8, int(MANY_BYTES // (columns * width))))
         weights = [fp8_weight(bench.device, columns, width) for _ in range(copies)]
-        wide = dequantise_blocks(*weights[0]).bfloat16()
+        exactly = dequantise_blocks(*weights[0])
+        wide, gated = exactly.bfloat16(), "gate" in name
         for tokens in BATCHES:
             x = torch.randn(tokens, width, device=bench.device, dtype=torch.bfloat16)
-            functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-                "triton": partial(bench.kernels.fp8_linear, x)
-            }
-            if not args.no_deepgemm_products:
+            ours = bench.kernels.fp8_gate_up if gated else bench.kernels.fp8_linear
+            functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"triton": partial(ours, x)}
+            if not args.no_deepgemm_products and not gated:
                 functions["deepgemm"] = partial(deepgemm_linear.fp8_linear, x)
             if args.tiles:
                 functions |= {
-                    label: lambda w, s, t=tiles, x=x: product(x, w, s, t)
+                    label: lambda w, s, t=tiles, x=x, g=gated: product(x, w, s, t, gated=g)
                     for label, tiles in other_tiles(tokens).items()
                     if width // 128 % tiles.splits == 0
                 }
-            exact = functional.linear(
-                dequantise(*quantise_activations(x)), dequantise_blocks(*weights[0])
-            )
+            exact = functional.linear(dequantise(*quantise_activations(x)), exactly)
+            if gated:
+                gate, up = exact.chunk(2, -1)
+                exact = functional.silu(gate) * up
             check_products(bench, name, tokens, functions, weights[0], exact)
-            variants = {label: Rotated(run, weights) for label, run in functions.items()}
-            variants["torch, bf16 weights"] = partial(functional.linear, x, wide)
-            chosen = linear_tiles(tokens, columns, width, gated=False)
-            case = f"{name} {columns} x {width} tokens {tokens} (splits {chosen.splits})"
+            variants: dict[str, Callable[[], Tensor]] = {
+                label: Rotated(run, weights) for label, run in functions.items()
+            }
+            if not gated:
+                variants["torch, bf16 weights"] = partial(functional.linear, x, wide)
+            case = f"{name}, tokens {tokens}"
             common.compare(bench, "fp8_linear", case, columns * width, variants)
 
 

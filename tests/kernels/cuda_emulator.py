@@ -89,7 +89,6 @@ class Emulator:
         cluster: int,
         cached: int,
         listed: int = 0,
-        samples: int = 128,
     ) -> tuple[Tensor, Tensor]:
         """`topk` by clusters of so many blocks, which keep and list so many scores each."""
         rows, width = scores.shape
@@ -99,11 +98,11 @@ class Emulator:
         cached = min(cached, chunk)
         arguments = topk.TopkArguments(
             pointer(scores), pointer(context_lens), pointer(positions), pointer(kth),
-            width, k, chunk, cached, listed, samples,
+            width, k, chunk, cached, listed,
         )  # fmt: skip
         shared = max(
             topk.FIXED_SHARED_BYTES + 4 * cached,
-            topk.LIST_SHARED_BYTES + 4 * (3 * listed + 2 * -(-chunk // 32)),
+            topk.list_bytes(listed, chunk),
         )
         self._library.run_topk(
             rows * cluster, cluster, shared, self._next(), ctypes.byref(arguments)

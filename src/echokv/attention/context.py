@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from echokv.attention.sparse_mla import SparseAttention
 from echokv.cache.batch import ForwardBatch
+from echokv.cache.side_stream import SideStream
 from echokv.indexer.indexer import Selection, TokenSelector
 
 SelectionObserver = Callable[[int, ForwardBatch, Selection], None]
@@ -13,8 +14,13 @@ SelectionObserver = Callable[[int, ForwardBatch, Selection], None]
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The indexer and the attention of one engine; `observer` sees selections (tests, traces)."""
+    """The indexer and the attention of one engine; `observer` sees selections (tests, traces).
+
+    `beside` is where a decode step makes its attention queries while the indexer selects; None:
+    afterwards.
+    """
 
     indexer: TokenSelector
     attention: SparseAttention
     observer: SelectionObserver | None = None
+    beside: SideStream | None = None

@@ -16,12 +16,13 @@ class SideStream:
 
     Args:
         device: where the work runs.
+        urgent: its blocks are few, and a product's would keep them waiting: a high priority.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        # A high priority: its blocks are few, and a product's would keep them waiting.
+    def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
         cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
+        priority = -1 if urgent else 0
+        self._stream = torch.cuda.Stream(device, priority=priority) if cuda else None
         self._kept: list[object] = []
         self._later: list[Callable[[], None]] = []
         self._busy = False

@@ -16,6 +16,7 @@ from echokv.cache.manager import CacheManager
 from echokv.cache.policy import EvictionPolicy
 from echokv.cache.protocol import KVCache
 from echokv.cache.resident import ResidentCache
+from echokv.cache.side_stream import SideStream
 from echokv.config import EngineConfig, ModelConfig
 from echokv.engine.choices import index_key_format, library_request, matrices_of, row_format
 from echokv.engine.graph import DecodeGraphs, GraphShapes
@@ -39,6 +40,9 @@ from echokv.models.deepseek_v32 import DeepseekV32
 from echokv.models.registry import load_model, weight_bytes
 
 logger = get_logger(__name__)
+
+QUERY_BESIDE = True
+"""Whether decode steps make their attention queries beside the indexer; False: after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +256,8 @@ def _context(
         rows_ahead=None if prefetcher is None else prefetcher.rows_per_request,
     )
     selector = hooks.selector(model, indexer) if hooks.selector else indexer
-    return ForwardContext(selector, attention, hooks.observer)
+    beside = SideStream(decided.device, urgent=False) if QUERY_BESIDE else None
+    return ForwardContext(selector, attention, hooks.observer, beside)
 
 
 def _graphs(

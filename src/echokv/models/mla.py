@@ -122,17 +122,24 @@ class MLA(Stacked):
         """
         from_hidden = self.from_hidden(x)  # q_a, the index key if any, kv_a
         q_latent, latent, k_rope = self._latents(from_hidden[0], from_hidden[-1], angles)
+        beside = context.beside if self.indexer is not None and batch.is_decode else None
+        if beside is not None:
+            with beside.fork(q_latent, *angles):
+                query = self._absorbed_query(q_latent, angles)
         context.attention.append(self._layer, latent, k_rope, batch)
         if self.indexer is not None:
-            query, weights = self.indexer.query(x, q_latent, angles)
+            index_query, weights = self.indexer.query(x, q_latent, angles)
             keys = self.indexer.keys(from_hidden[1], angles)
             context.indexer.append(self._index_layer, keys, batch)
-            selection = context.indexer.select(self._index_layer, query, weights, batch)
+            selection = context.indexer.select(self._index_layer, index_query, weights, batch)
             if context.observer is not None:
                 context.observer(self._layer, batch, selection)
         assert selection is not None, "ModelConfig guarantees that the first layer is full"
         context.attention.begin_recall(self._layer, selection, batch)
-        query = self._absorbed_query(q_latent, angles)
+        if beside is None:
+            query = self._absorbed_query(q_latent, angles)
+        else:
+            beside.join()
         attended = context.attention.attend(self._layer, query, selection, batch)
         values = self.kv_b_proj.expand_values(attended)  # [T, H, v]
         out: Tensor = self.o_proj(values.flatten(1))

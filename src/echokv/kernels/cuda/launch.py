@@ -58,6 +58,10 @@ class CudaModule:
                     MAX_SHARED_BYTES,
                 )
                 _require(error, f"giving {kernel} {MAX_SHARED_BYTES} B of shared memory")
+                (error,) = driver.cuFuncSetAttribute(
+                    function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
+                )
+                _require(error, f"letting {kernel} have clusters of more than 8 blocks")
                 self._functions[index, kernel] = function
 
     def launch(
@@ -91,22 +95,54 @@ class CudaModule:
         from cuda.bindings import driver
 
         with torch.cuda.device(device):
-            index = torch.cuda.current_device()
-            if (index, kernel) not in self._functions:
-                self.load(device, (kernel,))
-            function = self._functions[index, kernel]
-            stream = torch.cuda.current_stream().cuda_stream
+            function = self._function(kernel, device)
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             address = ctypes.addressof(parameters)
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = blocks, blocks_y, 1
-            config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-            config.sharedMemBytes, config.hStream = shared_bytes, stream
-            config.attrs = _attributes(driver, cluster, early)
-            config.numAttrs = len(config.attrs)
+            config = self._config(
+                blocks, blocks_y, shared_bytes, _attributes(driver, cluster, early)
+            )
             (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"launching {kernel} of {self.name}.cu: {_reason(driver, error)}")
+
+    def clusters_at_once(
+        self, kernel: str, device: torch.device, *, cluster: int, shared_bytes: int
+    ) -> int:
+        """How many clusters of so many blocks an idle device can run together; 0: it has no place.
+
+        More than 8 blocks need a part of the chip with as many multiprocessors left, which differs
+        from one device to the next.
+
+        Args:
+            kernel: its name.
+            device: where it would run.
+            cluster: blocks of a cluster.
+            shared_bytes: dynamic shared memory of a block.
+        """
+        from cuda.bindings import driver
+
+        with torch.cuda.device(device):
+            function = self._function(kernel, device)
+            config = self._config(cluster, 1, shared_bytes, _attributes(driver, cluster, False))
+            error, count = driver.cuOccupancyMaxActiveClusters(function, config)
+        return int(count) if error == driver.CUresult.CUDA_SUCCESS else 0
+
+    def _function(self, kernel: str, device: torch.device):
+        index = torch.cuda.current_device()
+        if (index, kernel) not in self._functions:
+            self.load(device, (kernel,))
+        return self._functions[index, kernel]
+
+    def _config(self, blocks: int, blocks_y: int, shared_bytes: int, attributes: list):
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, blocks_y, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        return config
 
 
 def require_hopper(device: torch.device) -> None:

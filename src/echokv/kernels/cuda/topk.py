@@ -1,6 +1,7 @@
 """Exact top-k in one launch: a cluster of thread blocks a row. Contract in `reference/topk.py`."""
 
 import ctypes
+import functools
 import math
 
 import torch
@@ -12,23 +13,26 @@ from echokv.kernels.reference.topk import check_topk_args
 MODULE = CudaModule("topk", threads=512)
 KERNELS = ("topk",)
 
-MAX_CLUSTER = 8
-_SCORES_PER_BLOCK = 2048  # at least, where a cluster has more than one
-HELD = 16 * 6 * 128
+MAX_CLUSTER = 16
+PORTABLE_CLUSTER = 8  # blocks that any Hopper runs together
+_SCORES_PER_BLOCK = 4096  # at least, where a cluster has more than one
+HELD = 16 * 4 * 128
 """Scores of a block that stay in registers."""
 
 _BINS, _LANES, _PAIRS = 256, 32, 2 * (32 + MAX_CLUSTER)
 FIXED_SHARED_BYTES = 4 * (_BINS * _LANES + 2 * MAX_CLUSTER * _BINS + _BINS + _PAIRS + 4)
 """sizeof(TopkShared); the kept keys come after it."""
 
-LIST_SHARED_BYTES = 4 * (_BINS * 8 + _BINS + 2 * _LANES + 2 * MAX_CLUSTER + 4)
+LIST_SHARED_BYTES = 4 * (2048 + 2 * _LANES + 2 * MAX_CLUSTER + 8)
 """sizeof(ListShared); lists and maps come after it."""
 
 BY_LISTS = True
 """Whether rows go the common way of topk.cu first; the sure way alone is exact too."""
 
-_LONG_ROW = 2**17  # scores; longer rows are sampled twice as densely
 _WHOLE_ROW = 8192  # scores; rows up to here are listed without a bound
+_LONG_ROW = 2**18  # scores; from here more than 8 blocks are worth their slower barriers
+_MAX_SAMPLES = 16  # of a thread: MAX_SAMPLES of topk.cu
+_EXPECTED = 64  # samples among the k best: EXPECTED of topk.cu
 
 
 class TopkArguments(Arguments):
@@ -44,7 +48,6 @@ class TopkArguments(Arguments):
         ("chunk", ctypes.c_int32),
         ("cached", ctypes.c_int32),
         ("listed", ctypes.c_int32),
-        ("samples", ctypes.c_int32),
     )
 
 
@@ -58,50 +61,61 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if rows == 0:
         return positions, kth
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    cluster = cluster_size(rows, width, sms)
+    large = width >= _LONG_ROW and rows <= _large_clusters(device)
+    cluster = cluster_size(rows, width, sms, MAX_CLUSTER if large else PORTABLE_CLUSTER)
     chunk, cached, shared_bytes = part_of_row(width, cluster)
-    samples = samples_of(width)
-    listed, list_bytes = list_of_row(width, chunk, k, samples) if BY_LISTS else (0, 0)
-    shared_bytes = max(shared_bytes, list_bytes)
+    listed, bytes_of_lists = list_of_row(width, chunk, k) if BY_LISTS else (0, 0)
+    shared_bytes = max(shared_bytes, bytes_of_lists)
     arguments = TopkArguments(
         pointer(scores), pointer(context_lens), pointer(positions), pointer(kth),
-        width, k, chunk, cached, listed, samples,
+        width, k, chunk, cached, listed,
     )  # fmt: skip
     MODULE.launch(
-        "topk", arguments, device, blocks=rows * cluster, shared_bytes=shared_bytes, cluster=cluster
-    )
+        "topk", arguments, device, blocks=rows * cluster, cluster=cluster,
+        shared_bytes=shared_bytes, early=True,
+    )  # fmt: skip
     return positions, kth
 
 
-def cluster_size(rows: int, width: int, sms: int) -> int:
+@functools.cache
+def _large_clusters(device: torch.device) -> int:
+    return MODULE.clusters_at_once(
+        "topk", device, cluster=MAX_CLUSTER, shared_bytes=MAX_SHARED_BYTES
+    )
+
+
+def cluster_size(rows: int, width: int, sms: int, most: int) -> int:
     """Blocks a row: as many as fit the device at once, but none with next to nothing to do."""
-    size = MAX_CLUSTER
+    if width <= _WHOLE_ROW:
+        return 1
+    size = most
     while size > 1 and (rows * size > sms or width < size * _SCORES_PER_BLOCK):
         size //= 2
     return size
 
 
-def samples_of(width: int) -> int:
-    """Scores of a row that its bound is guessed from."""
-    return 2048 if width <= _LONG_ROW else 4096
+def list_of_row(width: int, chunk: int, k: int) -> tuple[int, int]:
+    """How long the lists for a row may get, and the bytes of shared memory for that.
 
-
-def list_of_row(width: int, chunk: int, k: int, samples: int) -> tuple[int, int]:
-    """How long a list for a row may get, and the bytes of shared memory for that.
-
-    The bound is the sample's entry that is expected at rank k, and five standard deviations lower,
-    so that the list has all of the k best; its length has room for six more. (0, 0) where that
-    exceeds a block's shared memory.
+    The bound lies five standard deviations below where a sample expects the k-th score, so that
+    the lists have all of the k best; their length has room for six more. (0, 0) where that exceeds
+    a block's shared memory.
     """
+    threads = MODULE.threads
     if width <= _WHOLE_ROW:
         listed = width
     else:
-        expected = k * samples / width
-        rank = expected + 5 * math.sqrt(expected) + 4
-        listed = max(samples, int((rank + 6 * math.sqrt(rank)) * width / samples))
-    listed = -(-listed // 512) * 512
-    nbytes = LIST_SHARED_BYTES + 4 * (3 * listed + 2 * -(-chunk // 32))
+        expected = min(_EXPECTED, k * threads * _MAX_SAMPLES / width)
+        rank = expected + 5 * math.sqrt(expected) + 4 + threads // _LANES
+        listed = int((rank + 6 * math.sqrt(rank)) * k / expected)
+    listed = -(-max(listed, threads) // threads) * threads
+    nbytes = list_bytes(listed, chunk)
     return (listed, nbytes) if nbytes <= MAX_SHARED_BYTES else (0, 0)
+
+
+def list_bytes(listed: int, chunk: int) -> int:
+    """Shared memory of a block for so long a list and so many scores."""
+    return LIST_SHARED_BYTES + 4 * (3 * listed + 3 * -(-chunk // _LANES))
 
 
 def part_of_row(width: int, cluster: int) -> tuple[int, int, int]:

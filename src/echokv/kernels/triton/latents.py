@@ -63,8 +63,8 @@ def _norm_row(x, weight, out, size, eps, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     inside = column < size
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=inside, other=0.0)  # on its way while the sum is made
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / size + eps)
-    w = tl.load(weight + column, mask=inside, other=0.0)
     tl.store(out + column, round_to(value * scale * w, out.dtype.element_ty), mask=inside)
 
 

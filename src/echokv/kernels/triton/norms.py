@@ -54,6 +54,7 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)
     inside = column < size
     at = row * size + column
+    w = tl.load(weight + column, mask=inside, other=0.0)  # on its way while the sum is made
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         value += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
@@ -61,7 +62,6 @@ def _rms_norm(
         tl.store(total + at, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / size + eps)
-    w = tl.load(weight + column, mask=inside, other=0.0)
     tl.store(out + at, round_to(value * scale * w, out.dtype.element_ty), mask=inside)
 
 
