@@ -31,7 +31,7 @@ from echokv.bench.decode_replay import SelectionSource, Turnover, hit_rates, tur
 from echokv.bench.decode_run import Steps, run_steps, run_throughput
 from echokv.bench.decode_sizes import TokenBytes, sizes_for_batch, sizes_for_bytes
 from echokv.config import EngineConfig
-from echokv.errors import EchoKVError
+from echokv.errors import CapacityError, EchoKVError
 from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
 
@@ -41,11 +41,12 @@ class Scale:
 
     preset: str
     layers: int
-    dense_layers: int  # of the case that peers run too: dense layers in bf16
+    dense_layers: int  # of "dense", which peers run too: all layers, in bf16
     long: int  # context of the comparisons
     short: int  # context of the light load, below the smallest device pool
     device_pool: int
-    dense_cases: tuple[tuple[int, int], ...]  # batch, context
+    peer_cases: tuple[tuple[int, int], ...]  # batch, context
+    peer_hbm_bytes: int  # for KV of the offloaded side there
     batch: int
     throughput_contexts: tuple[int, int]
     output_len: int
@@ -62,7 +63,8 @@ REAL = Scale(
     long=32_768,
     short=4096,
     device_pool=200_000,
-    dense_cases=((1, 8192), (13, 8192), (13, 24_576)),
+    peer_cases=((1, 8192), (13, 8192), (13, 24_576)),
+    peer_hbm_bytes=2 * 2**30,
     batch=13,
     throughput_contexts=(80_000, 100_000),
     output_len=256,
@@ -78,7 +80,8 @@ SMALL = Scale(
     long=700,
     short=150,
     device_pool=400,
-    dense_cases=((1, 200), (2, 200)),
+    peer_cases=((1, 200), (2, 200)),
+    peer_hbm_bytes=1_600_000,
     batch=2,
     throughput_contexts=(800, 1000),
     output_len=3,
@@ -106,15 +109,44 @@ class Bench:
             steps=options.steps, rounds=options.rounds, warmup_steps=3, profile=options.profile
         )
 
-    def dense(self) -> dict[str, Any]:
-        """Steps without offload by the real indexer: what peers' decode step is compared with."""
+    def peers(self) -> dict[str, Any]:
+        """Steps by the real indexer, resident and offloaded: what peers' steps are compared with.
+
+        The offloaded side has `peer_hbm_bytes` for rows, index keys and metadata.
+        """
         cases = {}
-        for batch, context in self._scale.dense_cases:
-            sizes = self._batch(batch, context + self._how.room, offload=False, device=None)
-            cases[f"{batch} x {context}"] = run_steps(
-                self._loaded, [sizes], lambda _: None, [context] * batch, self._how
-            )
+        for batch, context in self._scale.peer_cases:
+            longest = context + self._how.room
+            variants = [
+                self._batch(batch, longest, offload=False, device=None),
+                self._few_bytes(batch, longest),
+            ]
+            try:
+                figures = run_steps(
+                    self._loaded, variants, lambda _: None, [context] * batch, self._how
+                )
+            except EchoKVError as error:  # the other cases still say something
+                figures = {"error": str(error)}
+            cases[f"{batch} x {context}"] = figures
         return cases
+
+    def _few_bytes(self, batch: int, longest: int) -> PoolSizes:
+        loaded = self._loaded
+        host_tokens = batch * blocks_for(longest) * BLOCK_TOKENS
+        sizes = sizes_for_bytes(
+            loaded.config,
+            TokenBytes.of(loaded.config, loaded.row_format, loaded.index_key_format),
+            offload=True,
+            hbm_bytes=self._scale.peer_hbm_bytes,
+            longest=longest,
+            max_host_tokens=host_tokens,
+        )
+        if sizes.batch < batch:
+            raise CapacityError(
+                f"{self._scale.peer_hbm_bytes} bytes of HBM are enough for {sizes.batch} of"
+                f" {batch} requests of {longest} tokens"
+            )
+        return dataclasses.replace(sizes, device_tokens=min(sizes.device_tokens, host_tokens))
 
     def offload(self) -> dict[str, Any]:
         """A batch of long contexts at hit rate 0.98, offloaded against resident."""
@@ -236,7 +268,8 @@ def _source(rate: str | None) -> Callable[[LoadedModel], SelectionSource | None]
 
 
 CASES = {
-    "dense": Bench.dense,
+    "dense": Bench.peers,
+    "slice": Bench.peers,
     "offload": Bench.offload,
     "offload-inline": Bench.offload_inline,
     "light": Bench.light,
@@ -245,7 +278,7 @@ CASES = {
     "equal-bytes": Bench.equal_bytes,
     "equal-rows": Bench.equal_rows,
 }
-"""In the order they run; "dense" has a model of its own, in bf16."""
+"""In the order they run; "dense" has a model of its own: dense layers in bf16."""
 
 
 def main() -> int:
@@ -287,13 +320,20 @@ def _run_group(
             try:
                 result[case] = CASES[case](Bench(options, scale, loaded))
             except EchoKVError as error:
-                good = False
                 result[case] = {"error": str(error)}
-                print(f"{case}: {error}", file=sys.stderr)
+            errors = _errors(result[case])
+            good &= not errors
+            print(*(f"{case}: {error}" for error in errors), sep="\n", file=sys.stderr)
             print(f"== {case}: {time.perf_counter() - start:.1f} s", flush=True)
             _show(case, result, options)
             report.write_json(options.output, result)
     return good
+
+
+def _errors(figures: dict[str, Any]) -> list[str]:
+    """What went wrong in a case, or in one of the cases that it consists of."""
+    parts = (figures, *(one for one in figures.values() if isinstance(one, dict)))
+    return [part["error"] for part in parts if "error" in part]
 
 
 def _show(case: str, result: dict[str, Any], options: argparse.Namespace) -> None:

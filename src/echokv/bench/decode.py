@@ -148,8 +148,11 @@ def measure_steps(
 
 
 def _fill_steps(decode: DecodeEngine) -> int:
-    """Steps of new rows alone until every device slot was used, so that each row evicts one."""
-    if not decode.sizes.offload or not isinstance(decode.selector, ReplaySelector):
+    """Steps until every device slot was used, so that each row evicts one.
+
+    Replayed selections are all new rows then; the real indexer's take as many steps, at least.
+    """
+    if not decode.sizes.offload:
         return 1
     step = decode.sizes.batch * decode.loaded.config.index_topk
     return min(2 + decode.sizes.device_tokens // step, MAX_FILL_STEPS)
