@@ -235,7 +235,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ours", type=Path, help="result of decode.py to set beside")
     parser.add_argument("--weights", choices=_WEIGHTS, default="bf16", help="bf16: dense layers")
     parser.add_argument("--layers", type=int, default=10, help="decoder layers")
-    parser.add_argument("--kv-gib", type=float, default=6.0, help="GiB of HBM for KV")
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="GiB of HBM for KV")
     parser.add_argument("--host-pool-gib", type=float, help="use HiSparse with so many GiB")
     parser.add_argument(
         "--cases", nargs="+", default=["1x8192", "13x8192", "13x24576"], help="BATCHxCONTEXT"
