@@ -138,6 +138,8 @@ _PREFILL_TOKENS = 8192
 
 def _engine(options: argparse.Namespace, cases: list[tuple[int, ...]]) -> Any:
     os.environ |= _SETTINGS
+    # This folder has a kernels.py, which transformers would take for a package of that name.
+    sys.path.remove(str(Path(__file__).parent.resolve()))
     from vllm import LLM
 
     extra: dict[str, Any] = {}
