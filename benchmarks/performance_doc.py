@@ -38,6 +38,18 @@ SPANS = {"64 MiB": 2**26, "1 GiB": 2**30, "1.5 GiB": 3 * 2**29, "2 GiB": 2**31, 
 TOPK = 2048
 
 
+def _commit(report: Row) -> str:
+    """Of the code that a result measured: ours, where it is a peer's."""
+    where = report.get("environment", report)
+    if "commit" not in where and "machine" not in where:
+        cases = [case for engine in report.values() for case in engine["cases"].values()]
+        where = {"commit": next(case["our_commit"] for case in cases if "our_commit" in case)}
+    elif "commit" not in where:
+        where = where["machine"]
+    note = re.sub(r"^[0-9a-f]{12,}", lambda digits: digits[0][:8], where["commit"])
+    return f"{note}, from a working tree" if "commit_note" in where else note
+
+
 def sources() -> str:
     """Which script made which file, of which commit."""
     lines = []
@@ -45,13 +57,7 @@ def sources() -> str:
         report = load(name)
         if not report:
             continue
-        where = report.get("environment", report)
-        if "commit" not in where:
-            where = where["machine"]
-        note = re.sub(r"^[0-9a-f]{12,}", lambda digits: digits[0][:8], where["commit"])
-        if "commit_note" in where:
-            note += ", from a working tree"
-        lines.append((f"`{name}.json`", f"`{script}`", note))
+        lines.append((f"`{name}.json`", f"`{script}`", _commit(report)))
     return table(("benchmarks/results/", "made by benchmarks/device/", "commit"), lines)
 
 
