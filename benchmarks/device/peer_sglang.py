@@ -17,13 +17,15 @@ already and the faster of SGLang's two top-k kernels on that side, `index_scores
 query, `topk` and `name_rows` on ours. Selections are replayed: what the top-k found is not used.
 
 Times are a layer's share of a CUDA graph over four layers, medians of replays in turn, L2
-overwritten before each. Victims are listed before the clock starts; what that costs, for 61 layers
-at once as in a decode step, is given beside. Needs tvm_ffi, for `segment` deep_gemm too.
+overwritten before each. Our `begin_step`, one for all layers of a decode step, comes before the
+clock starts; "begin_step too" has it inside, a quarter of it a layer where a 61st would do. Needs
+tvm_ffi, for `segment` deep_gemm too.
 """
 
 import argparse
 import hashlib
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -40,7 +42,6 @@ from tvm_ffi import libinfo
 import cache as common  # benchmarks/device/cache.py
 from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
-from echokv.kernels.cuda import recall as fused
 from echokv.kernels.registry import load_kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
@@ -176,6 +177,11 @@ class Shape:
         self.picks.advance(new)
         self.ours.begin_step(most_rows=self.batch * K)
 
+    def run_step(self) -> None:
+        """All layers, ours, and what sees to it that enough rows may leave."""
+        self.ours.begin_step(most_rows=self.batch * K)
+        self.run_ours()
+
     def run_ours(self) -> None:
         """All layers, ours."""
         for layer in range(LAYERS):
@@ -247,20 +253,6 @@ class Shape:
             "HiSparse, topk_v2": lambda: theirs(topk_v2),
         }
 
-    def victims(self, flush: Tensor, repeats: int) -> dict[str, float]:
-        """Microseconds a layer of listing this shape's victims for 61 layers at once."""
-        slots, layers, device = self.batch * HOT, 61, self.scores.device
-        priority = torch.randint(0, 8 * 1900, (layers, slots), dtype=torch.int32, device=device)
-        ready = torch.empty_like(priority)
-        floor = torch.tensor([8 * 2000], dtype=torch.int32, device=device)
-        counters = fused.victim_workspace(layers, device)
-
-        def run() -> None:
-            fused.choose_victims(floor, priority, ready, counters, self.batch * K)
-
-        taken = in_turns({"victims": run}, lambda: None, flush, repeats)["victims"]
-        return {name: us * LAYERS / layers for name, us in taken.items()}
-
 
 def in_turns(
     runs: dict[str, Callable[[], object]],
@@ -294,7 +286,10 @@ def in_turns(
             end.synchronize()
             if round_ >= 2:
                 samples[name].append(begin.elapsed_time(end) * 1e3 / LAYERS)
-    return {name: common.spread(taken) for name, taken in samples.items()}
+    return {
+        name: common.spread(taken) | {"mean": statistics.fmean(taken)}
+        for name, taken in samples.items()
+    }
 
 
 def measure(shape: Shape, repeats: int, *, segment: bool) -> list[dict[str, Any]]:
@@ -307,7 +302,6 @@ def measure(shape: Shape, repeats: int, *, segment: bool) -> list[dict[str, Any]
     parts = [("swap-in", plain, MISSING)]
     if segment:
         parts.append(("segment", shape.segment(), SEGMENT_MISSING))
-    victims = shape.victims(flush, repeats)
     for part, runs, shares in parts:
         for missing in shares:
             new = round(missing * K)
@@ -323,13 +317,19 @@ def measure(shape: Shape, repeats: int, *, segment: bool) -> list[dict[str, Any]
             else:
                 taken = in_turns(runs, lambda new=new: shape.prepare(new), flush, repeats)
                 peer = taken["HiSparse"]["median"]
+                whole = {"begin_step too": shape.run_step, "HiSparse": shape.run_theirs}
+                taken |= {
+                    "begin_step too": in_turns(
+                        whole, lambda new=new: shape.picks.advance(new), flush, repeats
+                    )["begin_step too"]
+                }
             ratio = peer / taken["ours"]["median"]
             line = ", ".join(f"{name} {us['median']:.1f}" for name, us in taken.items())
             print(f"{part}, {shape.batch} x {shape.context}, {missing:.0%} missing: {line} us,"
                   f" {ratio:.2f}x", flush=True)  # fmt: skip
             rows.append(
                 {"part": part, "batch": shape.batch, "context": shape.context, "missing": missing,
-                 "rows": shape.batch * new, "us": taken, "victims_us": victims, "ratio": ratio}
+                 "rows": shape.batch * new, "us": taken, "ratio": ratio}
             )  # fmt: skip
     return rows
 
