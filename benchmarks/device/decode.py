@@ -333,8 +333,8 @@ CASES = {
     "offload-inline": Bench.offload_inline,
     "light": Bench.light,
     "paper-rates": Bench.paper_rates,
-    "equal-bytes": Bench.equal_bytes,
     "equal-rows": Bench.equal_rows,
+    "equal-bytes": Bench.equal_bytes,
 }
 """In the order they run; "dense" has a model of its own: dense layers in bf16."""
 
