@@ -16,7 +16,7 @@ from pathlib import Path
 
 import performance_decode as decode
 import performance_peers as peers
-from performance_goals import FAR, LAUNCH, cache_rows, goals
+from performance_goals import cache_rows, goals
 from performance_tables import Row, decode_files, find, load, median, table
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
@@ -25,6 +25,7 @@ WRITERS = {
     "decode-dense-h200": "decode.py --cases dense slice --layers 10",
     "peer-vllm-h200": "peer_vllm.py",
     "peer-sglang-h200": "peer_sglang.py",
+    "cache_ops": "cache_ops.py",
     "cuda_cache": "cuda_cache.py",
     "index_scores": "index_scores.py",
     "library_kernels": "library_kernels.py",
@@ -36,6 +37,9 @@ WRITERS = {
 """The script in benchmarks/device that writes each result of this page."""
 SPANS = {"64 MiB": 2**26, "1 GiB": 2**30, "1.5 GiB": 3 * 2**29, "2 GiB": 2**31, "4 GiB": 2**32}
 TOPK = 2048
+FAR = 4_722_786_304  # four layers of 1.8M rows
+LAUNCH = {"blocks": 132, "threads": 512, "row_bytes": 656}
+SPANS_OF_RECALL = (1.0, 4.4)  # GiB of host rows, four layers in turn
 
 
 def _commit(report: Row) -> str:
@@ -65,47 +69,50 @@ def sources() -> str:
 
 
 def resident() -> str:
-    """make_resident beside Triton and a bare gather."""
-    rows = cache_rows()
+    """make_resident beside Triton and a bare gather, by what the rows come from."""
+    rows = [row for row in cache_rows() if not row["selection_in_l2"]]
     lines = []
-    for one in sorted(
-        (row for row in rows if row["variant"] == "cuda" and "batch" in row),
-        key=lambda row: (row["batch"], row["recalled_rows"]),
-    ):
-        case = {name: one[name] for name in ("batch", "missing", "recalled_rows")}
-        gather = median(rows, variant="gather", recalled_rows=one["recalled_rows"])
-        lines.append((
-            one["batch"], f"{one['missing']:.1%}", f"{one['recalled_rows']:,}", one["median"],
-            one["p90"], median(rows, variant="triton", **case), gather,
-            None if gather is None else one["median"] - gather,
-        ))  # fmt: skip
-    header = ("batch", "missing", "rows recalled", "CUDA, one launch", "90th percentile",
-              "Triton, op by op", "gather", "CUDA less gather")  # fmt: skip
+    cases = {(row["batch"], row["recalled_rows"]): None for row in rows}
+    for batch, count in sorted(cases):
+        case = [row for row in rows if (row["batch"], row["recalled_rows"]) == (batch, count)]
+        cells: list[object] = []
+        for gib in SPANS_OF_RECALL:
+            near = [row for row in case if round(row["gib"], 1) == gib]
+            ours = find(near, variant="cuda") or {}
+            cells += [ours.get("median"), ours.get("p90"), median(near, variant="gather")]
+        triton = median(case, variant="triton")
+        lines.append((batch, f"{count:,}", f"{count / batch / TOPK:.1%}", *cells, triton))
+    columns = [
+        f"{name}, {gib:g} GiB"
+        for gib in SPANS_OF_RECALL
+        for name in ("CUDA", "90th percentile", "gather")
+    ]
+    header = ("batch", "rows recalled", "missing", *columns, "Triton, op by op, 1 GiB")
     return table(header, lines)
 
 
 def step() -> str:
     """What the cache adds to a step."""
-    rows = load("cuda_cache").get("step_us", [])
-    cases = {(row["batch"], row["recalled_rows"]): None for row in rows}
-    ways = list(dict.fromkeys(row["victims"] for row in rows))
+    rows = load("cache_ops").get("step_us", [])
+    cases = {(row["batch"], row["recalled_rows"], row["gib"]): None for row in rows}
+    ways = list(dict.fromkeys(row["way"] for row in rows))
     lines = [
-        (batch, f"{missing:,}", *(median(rows, batch=batch, recalled_rows=missing, victims=way)
-                                  for way in ways))
-        for batch, missing in sorted(cases)
+        (batch, f"{missing:,}", f"{gib:.1f}",
+         *(median(rows, batch=batch, recalled_rows=missing, gib=gib, way=way) for way in ways))
+        for batch, missing, gib in sorted(cases)
     ]  # fmt: skip
     names = {
-        "beside": "CUDA, victims beside the model",
-        "at the start": "CUDA, all slots listed at the start",
-        "cuda": "CUDA",
-        "triton": "Triton",
+        "beside": "beside the products, as in the engine",
+        "touched": "pages touched first, too",
+        "inline": "one after the other",
     }
-    return table(("batch", "rows recalled a layer", *(names[way] for way in ways)), lines)
+    columns = (names.get(way, way) for way in ways)
+    return table(("batch", "rows recalled a layer", "GiB of host rows", *columns), lines)
 
 
 def append() -> str:
     """New rows."""
-    rows = load("cuda_cache").get("append_us", [])
+    rows = load("cache_ops").get("append_us", [])
     batches = {row["batch"]: None for row in rows}
     lines = [
         (batch, *(median(rows, batch=batch, variant=name) for name in ("cuda", "triton")))
@@ -115,12 +122,14 @@ def append() -> str:
 
 
 def victims() -> str:
-    """choose_victims by layers and length."""
-    report = load("cuda_cache")
-    rows = report.get("choose_victims_us", [])
-    lines = [(row["layers"], f"{row['num_ready']:,}", row["median"]) for row in rows]
-    header = ("layers", f"names listed, of {report['sizes']['device_slots']:,} slots", "us")
-    return table(header, lines)
+    """choose_victims by layers."""
+    rows = load("cache_ops").get("choose_victims_us", [])
+    names = {"anew": "made anew", "kept": "kept, as in most steps"}
+    lines = [
+        (row["layers"], f"{row['slots']:,}", names.get(row["lists"], row["lists"]), row["median"])
+        for row in rows
+    ]
+    return table(("layers", "slots a layer", "lists", "us"), lines)
 
 
 # Kernels.
