@@ -136,7 +136,7 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="GB",
         help="size pools and batch by the HBM for rows, index keys and metadata, in 10^9 bytes,"
-        " instead of by --batch",
+        " instead of by --batch; offloaded requests have 3 selections of device rows each",
     )
     group.add_argument(
         "--no-offload", action="store_true", help="keep every row on the device, no host pool"
