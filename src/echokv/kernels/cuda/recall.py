@@ -41,7 +41,7 @@ class Layer(Arguments):
             )
         ),
         ("row_bytes", ctypes.c_int32),
-        ("pad", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def layer_of(layer: FusedLayer) -> Layer:
         pointer(layer.device_to_host), pointer(layer.device_free), pointer(layer.ready),
         pointer(layer.cursor), pointer(layer.totals), pointer(layer.barrier),
         pointer(layer.host_rows), pointer(layer.device_rows), layer.device_rows.shape[1],
-        0,
+        layer.device_rows.shape[0],
     )  # fmt: skip
 
 
