@@ -19,9 +19,9 @@ from echokv.memory.formats import RowFormat
 from echokv.memory.slots import DeviceSlots, HostSlots
 
 TOUCH_AHEAD = False
-"""Whether a decode step that may recall many rows has the pages of a layer's host rows touched while
-it scores. That helps where the same rows are read again and again; rows that are new in every step,
-as a step's are, came no faster (`touched` in cache_ops.json)."""
+"""Whether a decode step that may recall many rows has the pages of a layer's host rows touched
+while it scores. That helped where the same rows were read again and again; rows that are new in
+every step, as a model's are, came no faster (`touched` in cache_ops.json)."""
 
 LEAST_SELECTED = 10_000
 """Rows that a decode step selects in a layer, from which on it may recall many: a thousand and
