@@ -19,7 +19,7 @@ constexpr u32 THREADS = RECALL_THREADS;
 constexpr u32 WARPS = THREADS / WARP;
 constexpr u32 SCORES_HELD = 4;   // of a row's scores, how many a thread asks for at once
 constexpr u32 LATE = 1u << 27;   // a place in the ready list that means "another's claim"
-constexpr u32 NAMES_AHEAD = 8;   // of those who leave next, how many a block has fetched
+constexpr u32 LINE_SLOTS = 32;   // priorities of a line of the L2 cache
 constexpr u32 STRETCHES = WARP;  // of the host pool: a block moves its rows stretch by stretch
 
 struct RecallShared {
@@ -156,21 +156,6 @@ DEVICE void look_up(const ResidentArguments& a, Entry* entry, i32 found, i32 flo
   if (touched != 0) atomicAdd(&shared->touched, __popc(touched));
 }
 
-// Who leaves next, of whom each block names a few before it knows whether anybody must.
-DEVICE i32 expect_victim(const Layer& layer, u32 block, u32 thread) {
-  const u32 nth = thread - (THREADS - WARP);  // of the last warp
-  if (nth >= NAMES_AHEAD) return NONE;
-  const u32 place = u32(layer.cursor[TAKEN]) + block * NAMES_AHEAD + nth;
-  return place < u32(layer.cursor[LISTED]) ? layer.ready[place] : NONE;
-}
-
-// What settle() will look at.
-DEVICE void fetch_lines_of(const Layer& layer, i32 slot) {
-  if (slot < 0) return;
-  fetch_line(layer.device_to_host + slot);
-  fetch_line(layer.priority + slot);
-}
-
 // Places in the ready list for what the warp claimed.
 DEVICE void take_places(const ResidentArguments& a, Entry* entry, u32 claimed, u32 lane) {
   if (claimed == 0) return;
@@ -235,6 +220,9 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   const u32 block = block_index(), last = ONE_TILE ? block + 1 : u32(a.tiles);
   wait_for_previous();
   let_next_start();
+  // Most of the priorities' lines will be wanted when the lookups are done.
+  const u32 line = (block * THREADS + thread) * LINE_SLOTS;
+  if (line < u32(a.layer.slots)) fetch_line(a.layer.priority + line);
   const i32 floor = *a.layer.floor, used = used_since(a.layer, floor);
   if (thread < STRETCHES) shared->claims[thread] = 0;
   if (thread == 0) {
@@ -252,12 +240,9 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     const Extremes extremes = extremes_of_row(a, tile / a.tiles_per_row, thread);
     const i32 found =
         entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
-    const i32 expected =
-        ONE_TILE || tile == block ? expect_victim(a.layer, block, thread) : NONE;
     if (!ONE_TILE && tile != block) block_sync();  // the row before is read
     entry.level = floor + level_of(score, range_of_row(extremes, shared, thread));
     look_up(a, &entry, found, floor, used, shared, lane);
-    fetch_lines_of(a.layer, expected);
     missed = missed || entry.missing;
     if (ONE_TILE || tile == block) {
       mine = entry;
@@ -299,7 +284,6 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     if (!first) {
       block_sync();  // the claims before are moved
       if (thread < STRETCHES) shared->claims[thread] = 0;
-      if (thread == 0) shared->recalled = shared->evicted = shared->allocated = 0;
       block_sync();
       entry = unpack(a, tile, thread, floor);
       at = count_claim(a, shared, entry);
@@ -317,16 +301,16 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
       atomicAdd(&shared->evicted, evicted);
     }
     block_sync();
-    if (thread == 0) {
-      add_total(a.layer.totals, RECALLED, shared->recalled);
-      add_total(a.layer.totals, EVICTED, shared->evicted);
-      add_total(a.layer.totals, ALLOCATED, shared->allocated);
-    }
     move_claims(a, shared, claims, held, first && ahead, warp, lane);
   }
   for (u32 tile = block; tile < last; tile += grid_size()) {
     const Entry entry = ONE_TILE || tile == block ? mine : unpack(a, tile, thread, floor);
     if (entry.missing && !entry.mine) follow(a, entry);
+  }
+  if (thread == 0) {
+    add_total(a.layer.totals, RECALLED, shared->recalled);
+    add_total(a.layer.totals, EVICTED, shared->evicted);
+    add_total(a.layer.totals, ALLOCATED, shared->allocated);
   }
 }
 

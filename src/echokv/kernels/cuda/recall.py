@@ -41,7 +41,7 @@ class Layer(Arguments):
             )
         ),
         ("row_bytes", ctypes.c_int32),
-        ("pad", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -118,12 +118,12 @@ def make_resident(
 
 def layer_of(layer: FusedLayer) -> Layer:
     """The same as kernels take it."""
+    slots, row_bytes = layer.device_rows.shape
     return Layer(
         pointer(layer.floor), pointer(layer.host_to_device), pointer(layer.priority),
         pointer(layer.device_to_host), pointer(layer.device_free), pointer(layer.ready),
         pointer(layer.cursor), pointer(layer.totals), pointer(layer.barrier),
-        pointer(layer.host_rows), pointer(layer.device_rows), layer.device_rows.shape[1],
-        0,
+        pointer(layer.host_rows), pointer(layer.device_rows), row_bytes, slots,
     )  # fmt: skip
 
 
