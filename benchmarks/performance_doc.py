@@ -300,6 +300,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm": peers.vllm,
     "swap in": peers.swap_in,
     "segment": peers.segment,
+    "topk peers": peers.topk,
     "resident": resident,
     "append": append,
     "victims": victims,

@@ -68,6 +68,17 @@ def segment() -> str:
     return table(header, lines) if lines else "Not measured."
 
 
+def topk() -> str:
+    """Top-k alone, of SGLang and ours."""
+    rows = _sglang("top-k")
+    names = list(rows[0]["us"]) if rows else []
+    lines = [
+        (f"{row['batch']} x {row['context']:,}", *(row["us"][name]["median"] for name in names))
+        for row in rows
+    ]
+    return table(("rows x tokens", *names), lines) if lines else "Not measured."
+
+
 def sglang_times(missing: float, side: str) -> list[float | None]:
     """Microseconds by batch 1, 13, 64 of the swap-in."""
     found = {row["batch"]: row["us"][side]["median"] for row in _sglang("swap-in")

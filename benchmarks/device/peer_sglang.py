@@ -16,10 +16,10 @@ left both caches long ago. Rows are compared with host memory before anything is
 already and the faster of SGLang's two top-k kernels on that side, `index_scores` from the bf16
 query, `topk` and `name_rows` on ours. Selections are replayed: what the top-k found is not used.
 
-Times are a layer's share of a CUDA graph over four layers, medians of replays in turn, L2
-overwritten before each. Our `begin_step`, one for all layers of a decode step, comes before the
-clock starts; "begin_step too" has it inside, a quarter of it a layer where a 61st would do. Needs
-tvm_ffi, for `segment` deep_gemm too.
+Times are a layer's share of a CUDA graph over four layers, medians of replays in turn; before each,
+L2 is overwritten and 4 GiB of other host memory are touched, as other layers do. Our `begin_step`,
+one for all layers of a decode step, comes before the clock starts; "begin_step too" has it inside,
+a quarter of it a layer where a 61st would do. Needs tvm_ffi, for `segment` deep_gemm too.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from tvm_ffi import libinfo
 import cache as common  # benchmarks/device/cache.py
 from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
+from echokv.kernels.cuda.touch import touch_pages
 from echokv.kernels.registry import load_kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
@@ -210,8 +211,8 @@ class Shape:
             return f"{recalled} and {swapped} rows were brought in, not {self.batch * new}"
         return None
 
-    def segment(self) -> dict[str, Callable[[], object]]:
-        """Index scores, top-k and residency of all layers, of each side; the top-k kernels too."""
+    def segment(self) -> tuple[dict[str, Callable[[], object]], dict[str, Callable[[], object]]]:
+        """Index scores, top-k and residency of all layers, of each side; then top-k alone."""
         batch, device = self.batch, self.scores.device
         case = make_case([self.context] * batch, 64, LAYERS, device)
         logits, swap, second = DeepGemm(case), self._modules["swap"], self._modules["topk"]
@@ -248,20 +249,44 @@ class Shape:
             want = scores.topk(K, dim=1).indices.sort(dim=1).values
             if not torch.equal(out.sort(dim=1).values.long(), want):
                 print(f"{topk.__name__}: another set than torch.topk's", flush=True)
-        return {
+        segments = {
             "ours": ours,
             "HiSparse, fast_topk": lambda: theirs(fast_topk),
             "HiSparse, topk_v2": lambda: theirs(topk_v2),
         }
+        made = [logits(layer).clone() for layer in range(LAYERS)]
+        alone = {
+            "ours": lambda: [self.kernels.topk(scores, case.lens, K) for scores in made],
+            "fast_topk": lambda: [fast_topk(scores) for scores in made],
+            "topk_v2": lambda: [topk_v2(scores) for scores in made],
+        }
+        return segments, alone
+
+
+class Others:
+    """What the other layers of a model leave behind: an L2 cache and translations of theirs."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda")
+        self._bytes = torch.empty(2**28, dtype=torch.uint8, device=self._device)
+        self._host = HostPool(1, 2**32 // ROW // 64 * 64, ROW, self._device)
+
+    def __call__(self) -> None:
+        """Overwrite L2, and read from every page of 4 GiB of host memory."""
+        self._bytes.zero_()
+        touch_pages(self._host.rows[0], self._device)
 
 
 def in_turns(
     runs: dict[str, Callable[[], object]],
     prepare: Callable[[], None],
-    flush: Tensor,
+    others: Others,
     repeats: int,
 ) -> dict[str, dict[str, float]]:
-    """A layer's share of each run's graph, in microseconds; every round has one `prepare`."""
+    """A layer's share of each run's graph, in microseconds; every round has one `prepare`.
+
+    Runs read the same host rows: who goes first changes from round to round.
+    """
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     samples: dict[str, list[float]] = {name: [] for name in runs}
     stream = torch.cuda.Stream()
@@ -278,8 +303,9 @@ def in_turns(
             run()
     for round_ in range(repeats + 2):
         prepare()
-        for name, graph in graphs.items():
-            flush.zero_()
+        order = list(graphs.items())
+        for name, graph in order if round_ % 2 else reversed(order):
+            others()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             graph.replay()
@@ -293,35 +319,39 @@ def in_turns(
     }
 
 
-def measure(shape: Shape, repeats: int, *, segment: bool) -> list[dict[str, Any]]:
+def measure(shape: Shape, others: Others, repeats: int, *, segment: bool) -> list[dict[str, Any]]:
     """Times of one shape, by share of missing rows."""
-    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     rows = []
     plain: dict[str, Callable[[], object]] = {
         "ours": shape.run_ours, "HiSparse": shape.run_theirs,
     }  # fmt: skip
     parts = [("swap-in", plain, MISSING)]
     if segment:
-        parts.append(("segment", shape.segment(), SEGMENT_MISSING))
+        segments, alone = shape.segment()
+        parts.append(("segment", segments, SEGMENT_MISSING))
+        taken = in_turns(alone, lambda: None, others, repeats)
+        line = ", ".join(f"{name} {us['median']:.1f}" for name, us in taken.items())
+        print(f"top-k, {shape.batch} x {shape.context}: {line} us", flush=True)
+        rows.append({"part": "top-k", "batch": shape.batch, "context": shape.context, "us": taken})
     for part, runs, shares in parts:
         for missing in shares:
             new = round(missing * K)
             if part == "segment":  # two of the runs share one cache: each alone with ours
-                taken: dict[str, Any] = {}
+                taken = {}
                 for name in list(runs)[1:]:
                     pair = in_turns(
                         {"ours": runs["ours"], name: runs[name]},
-                        lambda new=new: shape.prepare(new), flush, repeats,
+                        lambda new=new: shape.prepare(new), others, repeats,
                     )  # fmt: skip
                     taken |= pair
                 peer = min(us["median"] for name, us in taken.items() if name != "ours")
             else:
-                taken = in_turns(runs, lambda new=new: shape.prepare(new), flush, repeats)
+                taken = in_turns(runs, lambda new=new: shape.prepare(new), others, repeats)
                 peer = taken["HiSparse"]["median"]
                 whole = {"begin_step too": shape.run_step, "HiSparse": shape.run_theirs}
                 taken |= {
                     "begin_step too": in_turns(
-                        whole, lambda new=new: shape.picks.advance(new), flush, repeats
+                        whole, lambda new=new: shape.picks.advance(new), others, repeats
                     )["begin_step too"]
                 }
             ratio = peer / taken["ours"]["median"]
@@ -360,7 +390,7 @@ def main() -> int:
         "layers": LAYERS,
         "timings": [],
     }
-    start, failed = time.perf_counter(), False
+    start, failed, others = time.perf_counter(), False, Others()
     for batch, context in SHAPES:
         shape = Shape(modules, batch, context)
         shape.check(K // 2)  # everything misses; the caches fill
@@ -373,7 +403,7 @@ def main() -> int:
         print(f"{batch} x {context}, host rows of {gib:.2f} GiB, checked"
               f" after {time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
         if not failed:
-            timings = measure(shape, options.repeats, segment=not options.no_segment)
+            timings = measure(shape, others, options.repeats, segment=not options.no_segment)
             report["timings"] += [row | {"host_gib": gib} for row in timings]
             options.out.write_text(json.dumps(report, indent=1) + "\n")
         shape.host.close()
