@@ -41,8 +41,8 @@ from echokv.models.registry import load_model, weight_bytes
 
 logger = get_logger(__name__)
 
-QUERY_BESIDE = True
-"""Whether decode steps make their attention queries beside the indexer; False: after it."""
+QUERY_BESIDE = False
+"""Whether decode steps make their attention queries beside the indexer; False: after it. Not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
