@@ -12,10 +12,11 @@ times mean nothing.
 
 import argparse
 import dataclasses
+import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,13 +26,14 @@ from rich.console import Console
 
 from echokv.attention import sparse_mla
 from echokv.bench import decode_report, report
-from echokv.bench.decode_engine import LoadedModel, PoolSizes
+from echokv.bench.decode import name_of
+from echokv.bench.decode_engine import LoadedModel, PoolSizes, SharedRows
 from echokv.bench.decode_preset import preset_config
 from echokv.bench.decode_replay import SelectionSource, Turnover, hit_rates, turnover_rows
 from echokv.bench.decode_run import Steps, run_steps, run_throughput
 from echokv.bench.decode_sizes import TokenBytes, sizes_for_batch, sizes_for_bytes
 from echokv.config import EngineConfig
-from echokv.errors import EchoKVError
+from echokv.errors import CapacityError, EchoKVError
 from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
 
@@ -41,11 +43,12 @@ class Scale:
 
     preset: str
     layers: int
-    dense_layers: int  # of the case that peers run too: dense layers in bf16
+    dense_layers: int  # of "dense", which peers run too: all layers, in bf16
     long: int  # context of the comparisons
     short: int  # context of the light load, below the smallest device pool
     device_pool: int
-    dense_cases: tuple[tuple[int, int], ...]  # batch, context
+    peer_cases: tuple[tuple[int, int], ...]  # batch, context
+    peer_hbm_bytes: int  # for KV of the offloaded side there
     batch: int
     throughput_contexts: tuple[int, int]
     output_len: int
@@ -62,7 +65,8 @@ REAL = Scale(
     long=32_768,
     short=4096,
     device_pool=200_000,
-    dense_cases=((1, 8192), (13, 8192), (13, 24_576)),
+    peer_cases=((1, 8192), (13, 8192), (13, 24_576)),
+    peer_hbm_bytes=2 * 2**30,
     batch=13,
     throughput_contexts=(80_000, 100_000),
     output_len=256,
@@ -78,7 +82,8 @@ SMALL = Scale(
     long=700,
     short=150,
     device_pool=400,
-    dense_cases=((1, 200), (2, 200)),
+    peer_cases=((1, 200), (2, 200)),
+    peer_hbm_bytes=1_600_000,
     batch=2,
     throughput_contexts=(800, 1000),
     output_len=3,
@@ -96,25 +101,64 @@ class Bench:
         options: the command line.
         scale: sizes.
         loaded: the model.
+        save: takes a case's name and what is known of it so far.
     """
 
-    def __init__(self, options: argparse.Namespace, scale: Scale, loaded: LoadedModel) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        scale: Scale,
+        loaded: LoadedModel,
+        save: Callable[[str, dict[str, Any]], None],
+    ) -> None:
         self._options = options
         self._scale = scale
         self._loaded = loaded
+        self._save = save
+        self._shared: SharedRows | None = None
+        self._measured: dict[PoolSizes, dict[str, Any]] = {}  # throughput, by side
         self._how = Steps(
             steps=options.steps, rounds=options.rounds, warmup_steps=3, profile=options.profile
         )
 
-    def dense(self) -> dict[str, Any]:
-        """Steps without offload by the real indexer: what peers' decode step is compared with."""
+    def peers(self) -> dict[str, Any]:
+        """Steps by the real indexer, resident and offloaded: what peers' steps are compared with.
+
+        The offloaded side has `peer_hbm_bytes` for rows, index keys and metadata.
+        """
         cases = {}
-        for batch, context in self._scale.dense_cases:
-            sizes = self._batch(batch, context + self._how.room, offload=False, device=None)
-            cases[f"{batch} x {context}"] = run_steps(
-                self._loaded, [sizes], lambda _: None, [context] * batch, self._how
-            )
+        for batch, context in self._scale.peer_cases:
+            longest = context + self._how.room
+            variants = [
+                self._batch(batch, longest, offload=False, device=None),
+                self._few_bytes(batch, longest),
+            ]
+            try:
+                figures = run_steps(
+                    self._loaded, variants, lambda _: None, [context] * batch, self._how
+                )
+            except EchoKVError as error:  # the other cases still say something
+                figures = {"error": str(error)}
+            cases[f"{batch} x {context}"] = figures
         return cases
+
+    def _few_bytes(self, batch: int, longest: int) -> PoolSizes:
+        loaded = self._loaded
+        host_tokens = batch * blocks_for(longest) * BLOCK_TOKENS
+        sizes = sizes_for_bytes(
+            loaded.config,
+            TokenBytes.of(loaded.config, loaded.row_format, loaded.index_key_format),
+            offload=True,
+            hbm_bytes=self._scale.peer_hbm_bytes,
+            lengths=[longest] * batch,
+            max_host_tokens=host_tokens,
+        )
+        if sizes.batch < batch:
+            raise CapacityError(
+                f"{self._scale.peer_hbm_bytes} bytes of HBM are enough for {sizes.batch} of"
+                f" {batch} requests of {longest} tokens"
+            )
+        return dataclasses.replace(sizes, device_tokens=min(sizes.device_tokens, host_tokens))
 
     def offload(self) -> dict[str, Any]:
         """A batch of long contexts at hit rate 0.98, offloaded against resident."""
@@ -138,21 +182,6 @@ class Bench:
         """The same at the hit rates that the paper reports, a layer."""
         return self._compare(self._scale.batch, self._scale.long, "paper", self._scale.device_pool)
 
-    def paper_pools(self) -> dict[str, Any]:
-        """The paper's pools, 1.8M host and 200K device slots: what pinning and a step take."""
-        longest = self._scale.long + self._how.room
-        sizes = sizes_for_batch(
-            self._loaded.config,
-            offload=True,
-            batch=self._scale.batch,
-            longest=longest,
-            device_tokens=self._scale.device_pool,
-            host_tokens=self._scale.paper_host_tokens,
-        )
-        lengths = [self._scale.long] * self._scale.batch
-        figures = run_steps(self._loaded, [sizes], _source("paper"), lengths, self._how)
-        return {"variants": figures, "ratio": {}}
-
     def light(self) -> dict[str, Any]:
         """One short request, every row of it resident in either case."""
         room = blocks_for(self._scale.short + self._how.room) * BLOCK_TOKENS
@@ -161,38 +190,87 @@ class Bench:
 
     def equal_bytes(self) -> dict[str, Any]:
         """Throughput at equal bytes of HBM for rows, index keys and metadata."""
+        return self._throughput("equal-bytes", self._byte_pools())
+
+    def equal_rows(self) -> dict[str, Any]:
+        """Throughput at equal row pools, index keys not counted: the paper's accounting."""
+        return self._throughput("equal-rows", self._row_pools())
+
+    def close(self) -> None:
+        """Give back what cases shared."""
+        if self._shared is not None:
+            self._shared.close()
+
+    def _byte_pools(self) -> dict[str, list[PoolSizes]]:
         loaded, scale = self._loaded, self._scale
         each = TokenBytes.of(loaded.config, loaded.row_format, loaded.index_key_format)
-        cases = {}
-        for gigabytes in self._options.budgets or scale.budgets_gb:
-            variants = [
+        return {
+            f"{gigabytes} GB": [
                 sizes_for_bytes(
                     loaded.config,
                     each,
                     offload=offload,
                     hbm_bytes=int(gigabytes * 1e9),
-                    longest=scale.throughput_contexts[1] + scale.output_len,
+                    lengths=self._totals,
                     max_host_tokens=scale.host_tokens,
                 )
                 for offload in (True, False)
             ]
-            cases[f"{gigabytes} GB"] = self._throughput(variants)
-        return cases
+            for gigabytes in self._options.budgets or scale.budgets_gb
+        }
 
-    def equal_rows(self) -> dict[str, Any]:
-        """Throughput at equal row pools, index keys not counted: the paper's accounting."""
-        longest = self._scale.throughput_contexts[1] + self._scale.output_len
-        tokens = blocks_for(longest) * BLOCK_TOKENS
-        topk = self._loaded.config.index_topk
-        cases = {}
-        for pool in self._scale.row_pools:
-            batch = min(self._scale.host_tokens // tokens, pool // topk - 1)
-            variants = [
-                self._batch(batch, longest, offload=True, device=pool),
-                self._batch(pool // tokens, longest, offload=False, device=None),
+    def _row_pools(self) -> dict[str, list[PoolSizes]]:
+        topk, host = self._loaded.config.index_topk, self._scale.paper_host_tokens
+        return {
+            f"{pool} tokens": [
+                self._first_requests(host, device=pool, most=pool // topk - 1),
+                self._first_requests(pool, device=None, most=len(self._totals)),
             ]
-            cases[f"{pool} tokens"] = self._throughput(variants)
-        return cases
+            for pool in self._options.row_pools or self._scale.row_pools
+        }
+
+    def _first_requests(self, room: int, *, device: int | None, most: int) -> PoolSizes:
+        """The first requests that fit so many slots; offloaded where `device` slots are given."""
+        taken = [blocks_for(total) * BLOCK_TOKENS for total in self._totals[:most]]
+        batch = sum(slots <= room for slots in itertools.accumulate(taken))
+        slots = sum(taken[:batch])
+        return PoolSizes(
+            offload=device is not None,
+            batch=batch,
+            max_model_len=max(self._totals[:batch]),
+            host_tokens=slots,
+            device_tokens=device or slots,
+        )
+
+    @property
+    def _contexts(self) -> list[int]:
+        """Tokens of each request of the throughput cases, in the order in which all come."""
+        lengths = random.Random(0)
+        return [lengths.randint(*self._scale.throughput_contexts) for _ in range(64)]
+
+    @property
+    def _totals(self) -> list[int]:
+        return [context + self._output_len for context in self._contexts]
+
+    @property
+    def _output_len(self) -> int:
+        return self._options.output_len or self._scale.output_len
+
+    def _shared_rows(self) -> SharedRows:
+        """Host memory for the largest host pool of every throughput case that was asked for."""
+        if self._shared is None:
+            pools = {"equal-bytes": self._byte_pools, "equal-rows": self._row_pools}
+            cases = [pools[case]() for case in pools if case in self._options.cases]
+            tokens = max(
+                sizes.host_tokens
+                for case in cases
+                for sides in case.values()
+                for sizes in sides
+                if sizes.offload
+            )
+            self._shared = SharedRows(self._loaded, tokens)
+            print(f"{tokens} tokens of host memory in {self._shared.seconds:.1f} s", flush=True)
+        return self._shared
 
     def _compare(
         self, batch: int, context: int, rate: str | None, device_pool: int
@@ -206,13 +284,26 @@ class Bench:
         figures = run_steps(self._loaded, variants, _source(rate), lengths, self._how)
         return {"variants": figures, "ratio": decode_report.ratios(figures)}
 
-    def _throughput(self, variants: Sequence[PoolSizes]) -> dict[str, Any]:
-        low, high = self._scale.throughput_contexts
-        lengths = random.Random(0)
-        contexts = [[lengths.randint(low, high) for _ in range(one.batch)] for one in variants]
-        output_len = self._options.output_len or self._scale.output_len
-        figures = run_throughput(self._loaded, variants, _source("paper"), contexts, output_len)
-        return {"variants": figures, "ratio": decode_report.ratios(figures)}
+    def _throughput(self, case: str, pools: dict[str, list[PoolSizes]]) -> dict[str, Any]:
+        """Both sides of every pool, saved after each."""
+        shared, found = self._shared_rows(), {}
+        pinned = {"pinned_bytes": shared.memory.numel(), "pinned_s": shared.seconds}
+        for name, variants in pools.items():
+            # Two cases may have a side in common, without offload: as many requests fit both.
+            fresh = [one for one in variants if one not in self._measured]
+            contexts = [self._contexts[: one.batch] for one in fresh]
+            try:
+                taken = run_throughput(
+                    self._loaded, fresh, _source("paper"), contexts, self._output_len, shared
+                )
+                self._measured |= zip(fresh, taken.values(), strict=True)
+                figures = {name_of(one): self._measured[one] for one in variants}
+                found[name] = {"variants": figures, "ratio": decode_report.ratios(figures)} | pinned
+            except EchoKVError as error:  # the other pools still say something
+                found[name] = {"error": str(error)}
+            print(f"{case}, {name}: {found[name].get('ratio', found[name])}", flush=True)
+            self._save(case, found)
+        return found
 
     def _batch(self, batch: int, longest: int, *, offload: bool, device: int | None) -> PoolSizes:
         return sizes_for_batch(
@@ -236,16 +327,16 @@ def _source(rate: str | None) -> Callable[[LoadedModel], SelectionSource | None]
 
 
 CASES = {
-    "dense": Bench.dense,
+    "dense": Bench.peers,
+    "slice": Bench.peers,
     "offload": Bench.offload,
     "offload-inline": Bench.offload_inline,
     "light": Bench.light,
     "paper-rates": Bench.paper_rates,
-    "paper-pools": Bench.paper_pools,
-    "equal-bytes": Bench.equal_bytes,
     "equal-rows": Bench.equal_rows,
+    "equal-bytes": Bench.equal_bytes,
 }
-"""In the order they run; "dense" has a model of its own, in bf16."""
+"""In the order they run; "dense" has a model of its own: dense layers in bf16."""
 
 
 def main() -> int:
@@ -282,18 +373,33 @@ def _run_group(
         result["dense model" if dense else "model"] = decode_report.run_figures(
             loaded, scale.preset
         )
+
+        def save(case: str, figures: dict[str, Any]) -> None:
+            result[case] = figures
+            report.write_json(options.output, result)
+
+        bench = Bench(options, scale, loaded, save)
         for case in cases:
             start = time.perf_counter()
             try:
-                result[case] = CASES[case](Bench(options, scale, loaded))
+                result[case] = CASES[case](bench)
             except EchoKVError as error:
-                good = False
                 result[case] = {"error": str(error)}
+            errors = _errors(result[case])
+            good &= not errors
+            for error in errors:
                 print(f"{case}: {error}", file=sys.stderr)
             print(f"== {case}: {time.perf_counter() - start:.1f} s", flush=True)
             _show(case, result, options)
             report.write_json(options.output, result)
+        bench.close()
     return good
+
+
+def _errors(figures: dict[str, Any]) -> list[str]:
+    """What went wrong in a case, or in one of the cases that it consists of."""
+    parts = (figures, *(one for one in figures.values() if isinstance(one, dict)))
+    return [part["error"] for part in parts if "error" in part]
 
 
 def _show(case: str, result: dict[str, Any], options: argparse.Namespace) -> None:
@@ -320,10 +426,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="layers of the fp8 slice; default: all")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--budgets", nargs="+", type=float, help="GB of equal-bytes")
+    parser.add_argument("--row-pools", nargs="+", type=int, help="tokens of equal-rows")
     parser.add_argument("--output-len", type=int, help="tokens a request of the throughput cases")
     parser.add_argument("--steps", type=int, default=20, help="timed steps a round")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
-    parser.add_argument("--profile", type=int, help="kernels to list after step cases")
+    parser.add_argument("--profile", type=int, help="kernels to print after step cases")
     parser.add_argument("--width", type=int, default=100, help="columns of the tables")
     return parser.parse_args()
 

@@ -15,6 +15,8 @@ EACH = TokenBytes.of(
     IndexKeyFormat(name="fp8", head_dim=128),
 )
 
+LENGTHS = [92_879, 94_037, 81_582, 88_740, 97_009, 96_178, 100_256] * 5
+
 
 def test_bytes_of_a_token() -> None:
     assert EACH.resident - 5 == 61 * (656 + 132) == 48_068
@@ -28,35 +30,45 @@ def test_equal_bytes_hold_more_requests_offloaded(gigabytes: float) -> None:
     sides = {}
     for offload in (True, False):
         sizes = sizes_for_bytes(
-            SLICE, EACH, offload=offload, hbm_bytes=budget, longest=100_256, max_host_tokens=None
+            SLICE, EACH, offload=offload, hbm_bytes=budget, lengths=LENGTHS, max_host_tokens=None
         )
-        assert sizes.host_tokens >= sizes.batch * 100_256
+        assert sizes.host_tokens >= sum(LENGTHS[: sizes.batch])
+        assert sizes.max_model_len == max(LENGTHS[: sizes.batch])
         if offload:
             used = sizes.host_tokens * EACH.host_slot + sizes.device_tokens * EACH.device_slot
-            assert sizes.device_tokens >= (4 * sizes.batch + 1) * 2048
+            assert sizes.device_tokens >= (3 * sizes.batch + 1) * 2048
         else:
             used = sizes.host_tokens * EACH.resident
         assert used <= budget
         # Another request would not have fitted.
-        each = 100_288 * (EACH.host_slot if offload else EACH.resident)
-        each += 4 * 2048 * EACH.device_slot * offload
-        assert (sizes.batch + 1) * each + 2048 * EACH.device_slot * offload > budget
+        tokens = sum(-(-length // 64) * 64 for length in LENGTHS[: sizes.batch + 1])
+        needed = tokens * (EACH.host_slot if offload else EACH.resident)
+        needed += (3 * (sizes.batch + 1) + 1) * 2048 * EACH.device_slot * offload
+        assert needed > budget
         sides[offload] = sizes.batch
     assert sides[True] >= 3 * sides[False]
 
 
 def test_the_host_limits_the_batch() -> None:
     sizes = sizes_for_bytes(
-        SLICE, EACH, offload=True, hbm_bytes=27 * 10**9, longest=90_000, max_host_tokens=500_000
-    )
+        SLICE, EACH, offload=True, hbm_bytes=27 * 10**9, lengths=[90_000] * 9,
+        max_host_tokens=500_000,
+    )  # fmt: skip
     assert sizes.batch == 5
     assert sizes.device_tokens > 100_000, "what is left goes to the device pool"
+
+
+def test_no_more_requests_than_there_are() -> None:
+    sizes = sizes_for_bytes(
+        SLICE, EACH, offload=False, hbm_bytes=27 * 10**9, lengths=[90_000, 64], max_host_tokens=None
+    )
+    assert (sizes.batch, sizes.host_tokens, sizes.max_model_len) == (2, 90_048 + 64, 90_000)
 
 
 def test_too_few_bytes() -> None:
     with pytest.raises(ConfigError, match=r"one request of 100256 tokens takes 4.82 GB without"):
         sizes_for_bytes(
-            SLICE, EACH, offload=False, hbm_bytes=10**9, longest=100_256, max_host_tokens=None
+            SLICE, EACH, offload=False, hbm_bytes=10**9, lengths=[100_256], max_host_tokens=None
         )
 
 

@@ -51,6 +51,18 @@ def test_host_pool_registers_exactly_its_bytes() -> None:
     assert registered == []
 
 
+def test_a_host_pool_may_lie_in_memory_that_outlives_it() -> None:
+    memory = torch.full((2 * 128 * 656 + 5,), 7, dtype=torch.uint8)
+    host = HostPool(2, 128, 656, CPU, memory=memory)
+    assert host.rows.shape == (2, 128, 656)
+    host.rows[1, 3] = 9
+    host.close()
+    assert host.rows.numel() == 0
+    assert int((memory == 9).sum()) == 656 and int(memory[-1]) == 7
+    with pytest.raises(AssertionError, match="don't hold"):
+        HostPool(2, 192, 656, CPU, memory=memory)
+
+
 def test_a_host_pool_that_cannot_be_is_refused_before_it_is_touched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

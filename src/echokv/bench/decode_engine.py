@@ -30,6 +30,7 @@ from echokv.kernels.protocol import Kernels
 from echokv.kernels.registry import load_kernels
 from echokv.log import get_logger, progress
 from echokv.memory.formats import IndexKeyFormat, RowFormat
+from echokv.memory.pools import HostPool
 from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 from echokv.models.deepseek_v32 import DeepseekV32
 
@@ -118,6 +119,38 @@ class PoolSizes:
     device_tokens: int  # device slots a layer; without offload the same number
 
 
+class SharedRows:
+    """Registered host memory full of random rows, for the host pools of one engine after another.
+
+    A row lies at a multiple of its size whatever the number of slots, so what fills the memory for
+    one pool is whole rows to the next.
+
+    Args:
+        loaded: the model whose rows they are.
+        tokens: host slots of the largest pool.
+
+    Attributes:
+        memory: [bytes] uint8.
+        seconds: what mapping, touching and registering it took.
+    """
+
+    def __init__(self, loaded: LoadedModel, tokens: int) -> None:
+        row, layers = loaded.row_format, loaded.config.num_hidden_layers
+        start = time.perf_counter()
+        # A pool of one layer as long as all of them.
+        self._pool = HostPool(1, tokens * layers, row.row_bytes, loaded.device)
+        self.seconds = time.perf_counter() - start
+        self.memory = self._pool.rows.flatten()
+        seed = loaded.engine_config.seed
+        fill_rows(self._pool.rows[0], 0, row, loaded.kernels, loaded.device, seed)
+        synchronise(loaded.device)
+
+    def close(self) -> None:
+        """Give the memory back; no engine may use it any more."""
+        self.memory = self.memory[:0]
+        self._pool.close()
+
+
 class DecodeEngine:
     """An engine with full pools, and requests put straight into the decode state.
 
@@ -125,6 +158,7 @@ class DecodeEngine:
         loaded: the model.
         sizes: of the pools.
         source: of replayed selections; None: the real indexer's.
+        shared: what the host pool lies in; None: memory of its own.
 
     Attributes:
         engine: the product's engine.
@@ -133,7 +167,11 @@ class DecodeEngine:
     """
 
     def __init__(
-        self, loaded: LoadedModel, sizes: PoolSizes, source: SelectionSource | None
+        self,
+        loaded: LoadedModel,
+        sizes: PoolSizes,
+        source: SelectionSource | None,
+        shared: SharedRows | None = None,
     ) -> None:
         self.loaded = loaded
         self.sizes = sizes
@@ -149,6 +187,7 @@ class DecodeEngine:
                 model=loaded.model,
                 selector=lambda _, indexer: self._keep_selector(indexer, source),
                 graph_shapes=((sizes.batch,), (sizes.max_model_len,)),
+                host_memory=shared.memory if shared is not None and sizes.offload else None,
             ),
         )
         self._on_phase("")
@@ -161,7 +200,7 @@ class DecodeEngine:
         self.engine.scheduler = PrecomputedScheduler(
             self.engine.scheduler.limits, self.engine.blocks
         )
-        self._fill()
+        self._fill(rows=shared is None or not sizes.offload)
 
     def add_requests(self, context_lens: Sequence[int], output_len: int, name: str) -> None:
         """Queue requests that will decode `output_len` tokens after so many computed ones."""
@@ -192,15 +231,15 @@ class DecodeEngine:
         )
         return self.selector
 
-    def _fill(self) -> None:
+    def _fill(self, *, rows: bool) -> None:
         assert self._indexer is not None, "building the engine made the selector"
         loaded, seed = self.loaded, self.loaded.engine_config.seed
         host, cache = self.engine.host_pool, self.engine.cache
-        layers = range(loaded.config.num_hidden_layers)
+        layers = range(loaded.config.num_hidden_layers if rows else 0)
         start = time.perf_counter()
         for layer in progress(layers, total=len(layers), what="random rows", unit="layer"):
-            rows = cache.rows(layer) if host is None else host.rows[layer]
-            fill_rows(rows, layer, loaded.row_format, loaded.kernels, loaded.device, seed)
+            layer_rows = cache.rows(layer) if host is None else host.rows[layer]
+            fill_rows(layer_rows, layer, loaded.row_format, loaded.kernels, loaded.device, seed)
         synchronise(loaded.device)
         self.seconds["rows"] = time.perf_counter() - start
         start = time.perf_counter()

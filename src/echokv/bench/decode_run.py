@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echokv.bench.decode import MAX_FILL_STEPS, StepTimer, measure_steps, name_of, run_all
-from echokv.bench.decode_engine import DecodeEngine, LoadedModel, PoolSizes
+from echokv.bench.decode_engine import DecodeEngine, LoadedModel, PoolSizes, SharedRows
 from echokv.bench.decode_replay import SelectionSource
 from echokv.bench.decode_report import step_figures, variant_figures
 from echokv.bench.decode_step import kernel_times
@@ -15,6 +15,8 @@ SourceMaker = Callable[[LoadedModel], SelectionSource | None]
 Variants = dict[str, dict[str, Any]]
 
 _PROFILED_STEPS = 5
+_NAME_CHARS = 120
+"""Of a kernel's name in a result: templates go on for ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class Steps:
     steps: int  # timed in each round
     rounds: int  # turns of each variant
     warmup_steps: int
-    profile: int | None = None  # kernels to list
+    profile: int | None = None  # kernels to print; a result has them all
 
     @property
     def room(self) -> int:
@@ -59,10 +61,10 @@ def run_steps(
         rounds=how.rounds,
         warmup_steps=how.warmup_steps,
     )
-    if how.profile:
-        _print_profiles(timers, how.profile)
     figures = {
-        name_of(timer.decode.sizes): variant_figures(timer.decode) | step_figures(timer)
+        name_of(timer.decode.sizes): variant_figures(timer.decode)
+        | step_figures(timer)
+        | (_profile(timer, how.profile) if how.profile else {})
         for timer in timers
     }
     tokens = {str(sorted(timer.tokens.items())) for timer in timers}
@@ -82,6 +84,7 @@ def run_throughput(
     source: SourceMaker,
     context_lens: Sequence[Sequence[int]],
     output_len: int,
+    shared: SharedRows | None = None,
 ) -> Variants:
     """Throughput of requests that are queued all at once, one engine after the other.
 
@@ -91,22 +94,27 @@ def run_throughput(
         source: makes what selects; None of it: the real indexer.
         context_lens: computed tokens of each variant's requests.
         output_len: tokens that each request decodes.
+        shared: host memory for all of them; None: each takes its own.
     """
     figures = {}
     for sizes, lengths in zip(variants, context_lens, strict=True):
-        decode = DecodeEngine(loaded, sizes, source(loaded))
+        decode = DecodeEngine(loaded, sizes, source(loaded), shared)
         measured = run_all(decode, lengths, output_len)
         figures[name_of(sizes)] = variant_figures(decode) | measured
         decode.close()
     return figures
 
 
-def _print_profiles(timers: Sequence[StepTimer], count: int) -> None:
-    for timer in timers:
-        times = kernel_times(timer.device_step, _PROFILED_STEPS)
-        total = sum(us for _, us, _ in times)
-        launches = sum(number for _, _, number in times)
-        name = name_of(timer.decode.sizes)
-        print(f"{name}: {total:.0f} us and {launches:.0f} kernels a step on the GPU")
-        for kernel, us, number in times[:count]:
-            print(f"{us:9.1f} us {number:7.1f} x {us / number:7.2f} us  {kernel[:100]}")
+def _profile(timer: StepTimer, listed: int) -> dict[str, Any]:
+    """Every kernel's time in a step on the GPU, in the order of time; prints the first ones."""
+    times = kernel_times(timer.device_step, _PROFILED_STEPS)
+    total = sum(us for _, us, _ in times)
+    launches = sum(number for _, _, number in times)
+    name = name_of(timer.decode.sizes)
+    print(f"{name}: {total:.0f} us and {launches:.0f} kernels a step on the GPU")
+    for kernel, us, number in times[:listed]:
+        print(f"{us:9.1f} us {number:7.1f} x {us / number:7.2f} us  {kernel[:100]}")
+    kernels = [
+        {"name": kernel[:_NAME_CHARS], "us": us, "launches": number} for kernel, us, number in times
+    ]
+    return {"kernels": kernels}

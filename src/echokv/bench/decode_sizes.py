@@ -3,6 +3,7 @@
 A pure function of sizes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echokv.bench.decode_engine import PoolSizes
@@ -19,6 +20,9 @@ _RESIDENT_BYTES = 5
 
 _ROWS_PER_REQUEST = 4
 """Device rows a running request when they are chosen here, in selections (`index_topk` rows)."""
+
+_FEWEST_ROWS_PER_REQUEST = 3
+"""The same where HBM is short: what 18 requests have in the paper's smallest pool, 110K rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +80,12 @@ def sizes_for_batch(
 
 
 def sizes_for_bytes(
-    model: ModelConfig, each: TokenBytes, *, offload: bool, hbm_bytes: int, longest: int,
-    max_host_tokens: int | None,
+    model: ModelConfig, each: TokenBytes, *, offload: bool, hbm_bytes: int,
+    lengths: Sequence[int], max_host_tokens: int | None,
 ) -> PoolSizes:  # fmt: skip
-    """Pools for as many requests as so many bytes of HBM allow.
+    """Pools for the first of some requests: for as many as so many bytes of HBM allow.
 
-    With offload a request takes its index keys, its mappings and 4 selections of device rows; what
+    With offload a request takes its index keys, its mappings and 3 selections of device rows; what
     whole requests leave over goes to the device pool.
 
     Args:
@@ -89,33 +93,37 @@ def sizes_for_bytes(
         each: bytes of a token.
         offload: whether rows are in host memory.
         hbm_bytes: for rows, index keys and metadata.
-        longest: most tokens of prompt and output together.
+        lengths: tokens of prompt and output of each request, in the order in which they come.
         max_host_tokens: what host memory holds; None: no limit.
 
     Raises:
-        ConfigError: not even one request fits.
+        ConfigError: not even the first request fits.
     """
-    tokens = blocks_for(longest) * BLOCK_TOKENS
-    if offload:
-        spare = model.index_topk * each.device_slot  # room to turn over one request's rows
-        request = tokens * each.host_slot + _ROWS_PER_REQUEST * spare
-        batch = (hbm_bytes - spare) // request
-        if max_host_tokens is not None:
-            batch = min(batch, max_host_tokens // tokens)
-    else:
-        request = tokens * each.resident
-        batch = hbm_bytes // request
-    if batch < 1:
+    token = each.host_slot if offload else each.resident
+    selection = model.index_topk * each.device_slot if offload else 0
+    batch = slots = 0
+    for length in lengths:
+        tokens = slots + blocks_for(length) * BLOCK_TOKENS
+        # One selection more than theirs: room to turn over one request's rows.
+        selections = _FEWEST_ROWS_PER_REQUEST * (batch + 1) + 1
+        if tokens * token + selections * selection > hbm_bytes:
+            break
+        if max_host_tokens is not None and tokens > max_host_tokens:
+            break
+        batch, slots = batch + 1, tokens
+    if batch == 0:
+        needed = blocks_for(lengths[0]) * BLOCK_TOKENS * token
+        needed += (_FEWEST_ROWS_PER_REQUEST + 1) * selection
         raise ConfigError(
-            f"--kv-hbm-gb {hbm_bytes / 1e9}: one request of {longest} tokens takes"
-            f" {request / 1e9:.2f} GB {'with' if offload else 'without'} offload"
+            f"--kv-hbm-gb {hbm_bytes / 1e9}: one request of {lengths[0]} tokens takes"
+            f" {needed / 1e9:.2f} GB {'with' if offload else 'without'} offload, host memory is to"
+            f" hold {max_host_tokens or 'any number of'} tokens"
         )
-    slots = batch * tokens
     left = hbm_bytes - slots * each.host_slot
     return PoolSizes(
         offload=offload,
         batch=batch,
-        max_model_len=longest,
+        max_model_len=max(lengths[:batch]),
         host_tokens=slots,
         device_tokens=left // each.device_slot if offload else slots,
     )

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from echokv.bench.decode_replay import SelectionSource
 
 
+_MANY = 4096
+"""More requests than any pool holds at once."""
+
+
 def add_parser(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `decode`."""
     parser = benchmarks.add_parser(
@@ -132,7 +136,7 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="GB",
         help="size pools and batch by the HBM for rows, index keys and metadata, in 10^9 bytes,"
-        " instead of by --batch",
+        " instead of by --batch; offloaded requests have 3 selections of device rows each",
     )
     group.add_argument(
         "--no-offload", action="store_true", help="keep every row on the device, no host pool"
@@ -249,7 +253,7 @@ def _ways(args: argparse.Namespace) -> list[bool]:
 
 
 def _sizes(
-    args: argparse.Namespace, loaded: "LoadedModel", *, offload: bool, longest: int
+    args: argparse.Namespace, loaded: "LoadedModel", *, offload: bool, lengths: list[int]
 ) -> "PoolSizes":
     from echokv.bench.decode_sizes import TokenBytes, sizes_for_batch, sizes_for_bytes
 
@@ -259,7 +263,7 @@ def _sizes(
             TokenBytes.of(loaded.config, loaded.row_format, loaded.index_key_format),
             offload=offload,
             hbm_bytes=int(args.kv_hbm_gb * 1e9),
-            longest=longest,
+            lengths=lengths,
             max_host_tokens=args.host_pool_tokens,
         )
     sized_here = offload or not args.compare  # a comparison's flag is the offloaded side's
@@ -267,7 +271,7 @@ def _sizes(
         loaded.config,
         offload=offload,
         batch=args.batch,
-        longest=longest,
+        longest=max(lengths),
         device_tokens=args.device_pool_tokens if sized_here else None,
         host_tokens=args.host_pool_tokens,
     )
@@ -282,8 +286,8 @@ def _steps(args: argparse.Namespace, loaded: "LoadedModel") -> dict[str, dict[st
         warmup_steps=args.warmup_steps,
         profile=args.profile,
     )
-    longest = _context_range(args.context_len)[1] + how.room
-    variants = [_sizes(args, loaded, offload=way, longest=longest) for way in _ways(args)]
+    totals = [_context_range(args.context_len)[1] + how.room] * _MANY
+    variants = [_sizes(args, loaded, offload=way, lengths=totals) for way in _ways(args)]
     lengths = _context_lens(args.context_len, variants[0].batch)
     return run_steps(loaded, variants, lambda _: _source(args, loaded), lengths, how)
 
@@ -291,11 +295,10 @@ def _steps(args: argparse.Namespace, loaded: "LoadedModel") -> dict[str, dict[st
 def _all_at_once(args: argparse.Namespace, loaded: "LoadedModel") -> dict[str, dict[str, Any]]:
     from echokv.bench.decode_run import run_throughput
 
-    longest = _context_range(args.context_len)[1] + args.output_len
-    variants = [_sizes(args, loaded, offload=way, longest=longest) for way in _ways(args)]
-    lengths = [
-        _context_lens(args.context_len, args.num_requests or sizes.batch) for sizes in variants
-    ]
+    contexts = _context_lens(args.context_len, args.num_requests or _MANY)
+    totals = [length + args.output_len for length in contexts]
+    variants = [_sizes(args, loaded, offload=way, lengths=totals) for way in _ways(args)]
+    lengths = [contexts[: args.num_requests or sizes.batch] for sizes in variants]
     return run_throughput(
         loaded, variants, lambda _: _source(args, loaded), lengths, args.output_len
     )

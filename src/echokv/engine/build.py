@@ -57,6 +57,7 @@ class EngineHooks:
     prefetch_budget: PrefetchBudget | None = None  # None: the product's
     model: DeepseekV32 | None = None  # ready on its device: neither planned nor loaded
     graph_shapes: GraphShapes | None = None  # decode steps to capture; None: the product's
+    host_memory: torch.Tensor | None = None  # registered, for the host pool; None: its own
 
 
 NO_HOOKS = EngineHooks()
@@ -87,13 +88,14 @@ class EngineParts:
 
 
 def plan_engine(
-    config: EngineConfig, *, weights_loaded: bool = False
+    config: EngineConfig, *, weights_loaded: bool = False, host_held: int = 0
 ) -> tuple[EngineConfig, ModelConfig, BytePlan]:
     """Decide everything without loading anything: the resolved config, the model's, the budget.
 
     Args:
         config: what the user chose.
         weights_loaded: the weights are on the device already and take no room from now on.
+        host_held: bytes of host memory that the host pool may lie in and that are taken already.
 
     Raises:
         ConfigError, CheckpointError, CapacityError: it can't be started as asked.
@@ -110,7 +112,7 @@ def plan_engine(
         index_key_format(config, model_config),
         weight_bytes=weights,
         device_bytes=torch.cuda.mem_get_info()[0] if config.device == "cuda" else None,
-        host_bytes=HostMemory.read().usable,
+        host_bytes=HostMemory.read().usable + host_held,
     )
     return config, model_config, plan
 
@@ -132,7 +134,10 @@ def build_engine_parts(
     """
     on_phase("planning memory")
     model_name = config.served_model_name or Path(config.model).resolve().name
-    config, model_config, plan = plan_engine(config, weights_loaded=hooks.model is not None)
+    held = 0 if hooks.host_memory is None else hooks.host_memory.numel()
+    config, model_config, plan = plan_engine(
+        config, weights_loaded=hooks.model is not None, host_held=held
+    )
     device = torch.device(config.device)
     kernels = load_kernels(config.backend, device, library_request(config, model_config))
     decided = _Decided(
@@ -212,7 +217,8 @@ def _cache(decided: _Decided) -> tuple[HostPool | None, KVCache]:
         resident = ResidentCache(kernels, device_pool)
         plan.verify({"metadata": resident.metadata_bytes})
         return None, resident
-    host_pool = HostPool(layers, plan.host_slots, row_bytes, device)
+    memory = decided.hooks.host_memory
+    host_pool = HostPool(layers, plan.host_slots, row_bytes, device, memory=memory)
     plan.verify({"host pool": host_pool.rows.nbytes})
     policy = decided.hooks.policy(kernels) if decided.hooks.policy else None
     manager = CacheManager(kernels, host_pool, device_pool, policy)

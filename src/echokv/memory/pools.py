@@ -73,9 +73,10 @@ class HostPool:
         row_bytes: bytes a row.
         device: the device that uses it; plain memory for a CPU, registered memory for a GPU.
         registrar: stands in for CUDA's registration in tests.
+        memory: [bytes] uint8, registered memory to lie in, which outlives the pool; None: its own.
 
     Attributes:
-        rows: [L, N_H, row_bytes] uint8 on the CPU, zeroed.
+        rows: [L, N_H, row_bytes] uint8 on the CPU, zeroed; in `memory`, as that is.
 
     Raises:
         CapacityError: the host doesn't have that much memory.
@@ -88,13 +89,17 @@ class HostPool:
         row_bytes: int,
         device: torch.device,
         registrar: Registrar | None = None,
+        memory: Tensor | None = None,
     ) -> None:
         assert num_slots % BLOCK_TOKENS == 0, f"{num_slots} host slots are not whole blocks"
         self.num_slots = num_slots
         shape = (num_layers, num_slots, row_bytes)
         nbytes = num_layers * num_slots * row_bytes
         self._buffer: PinnedBuffer | None = None
-        if device.type == "cpu" and registrar is None:
+        if memory is not None:
+            assert memory.numel() >= nbytes, f"{memory.numel()} bytes don't hold {nbytes}"
+            self.rows = memory[:nbytes].view(shape)
+        elif device.type == "cpu" and registrar is None:
             require_host_bytes(nbytes, what="host pool", flag="--host-pool-gib")
             self.rows = torch.zeros(shape, dtype=torch.uint8)
         else:
