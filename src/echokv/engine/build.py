@@ -42,7 +42,7 @@ from echokv.models.registry import load_model, weight_bytes
 logger = get_logger(__name__)
 
 QUERY_BESIDE = False
-"""Whether decode steps make their attention queries beside the indexer; False: after it. Not measured."""
+"""Whether decode steps make their attention queries beside the indexer; False: after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
