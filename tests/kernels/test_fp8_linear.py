@@ -115,6 +115,7 @@ def test_gate_up(backend: Any, rows: int) -> None:
         {"rows": 16, "columns": 64, "splits": 2, "swapped": True},
         {"rows": 64, "columns": 64, "quantised": True},
         {"rows": 16, "columns": 128, "quantised": True, "swapped": True},
+        {"rows": 16, "columns": 128, "splits": 3, "swapped": True},
     ],
 )
 def test_every_way_to_cut_gives_the_product(backend: Any, options: dict[str, Any]) -> None:
@@ -127,6 +128,19 @@ def test_every_way_to_cut_gives_the_product(backend: Any, options: dict[str, Any
     weight, scale = fp8_weight(backend.device, 256, 768)
     check_linear(x, weight, scale, product(x, weight, scale, tiles))
     check_gate_up(x, weight, scale, product(x, weight, scale, tiles, gated=True))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65])
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_divide_any_product(rows: int, gated: bool) -> None:
+    from echokv.kernels.triton.fp8_linear import linear_tiles
+
+    for blocks in (1, 7, 12, 16, 28, 56, 113, 144):
+        for columns in (128, 576, 2240, 24_576):
+            tiles = linear_tiles(rows, columns, 128 * blocks, gated=gated)
+            assert blocks % tiles.splits == 0
+            assert tiles.splits == 1 or blocks // tiles.splits >= 4
+            assert tiles.rows >= rows or rows > 64
 
 
 def test_leading_dimensions_stay(backend: Any) -> None:

@@ -159,7 +159,10 @@ def test_sum_is_rounded_once(backend: Any, dtype: torch.dtype, tokens: int, dim:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens, size, outputs", [(0, 8, 4), (1, 1, 1), (5, 1300, 3), (65, 40, 2)])
+@pytest.mark.parametrize(
+    "tokens, size, outputs",
+    [(0, 8, 4), (1, 1, 1), (1, 1300, 3), (1, 8200, 2), (5, 1300, 3), (65, 40, 2)],
+)
 def test_wide_linear(
     backend: Any, dtype: torch.dtype, tokens: int, size: int, outputs: int
 ) -> None:

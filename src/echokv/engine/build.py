@@ -41,7 +41,7 @@ from echokv.models.registry import load_model, weight_bytes
 
 logger = get_logger(__name__)
 
-QUERY_BESIDE = True
+QUERY_BESIDE = False
 """Whether decode steps make their attention queries beside the indexer; False: after it."""
 
 

@@ -271,14 +271,18 @@ DEVICE void topk_by_digits(const TopkArguments& a, const Part& part, u32 row, u3
 
 // The common way.
 
-constexpr u32 MAX_SAMPLES = 16;   // of a thread
+constexpr u32 MAX_PAIRS = 8;      // of samples of a thread
 constexpr float EXPECTED = 64;    // samples among the k best, where a thread takes so few
-constexpr u32 SAMPLES_AT_ONCE = 8;
+constexpr u32 PAIRS_AT_ONCE = 4;
 constexpr u32 AT_ONCE = 6;        // groups that a warp asks for at once
 constexpr u32 FINE_BITS = 11;     // of the digit that candidates are counted by
 constexpr u32 FINE = 1 << FINE_BITS;
 constexpr u32 LOWEST = 0x007fffffu;  // key of -inf and NaN
 static_assert(FINE / THREADS % 4 == 0, "a lane reads its bins four at a time");
+
+struct Pair {
+  u32 first, second;
+};
 
 struct Summary {  // of a block's list
   u32 count, highest;
@@ -314,44 +318,56 @@ DEVICE Lists lists_after(ListShared* shared, u32 listed, u32 chunk, u32 blocks) 
           above + words, above + 2 * words};
 }
 
-// Which scores of a row are its sample: one in each stretch, anywhere in it, lest they beat with a
-// period of the scores. Every warp has WARPS-th ones, from the whole row.
+// Which scores of a row are its sample: a pair in each stretch, anywhere in it, lest they beat with
+// a period of the scores. Every warp has WARPS-th pairs, from the whole row. (One request to memory
+// a pair: their number is what a sample costs.)
 struct Sample {
-  u32 each;  // of a thread
+  u32 each;  // pairs of a thread
   u32 stride;
 };
 
 DEVICE Sample sample_of(u32 length, u32 k) {
-  const u32 enough = u32(EXPECTED * float(length) / (float(k) * THREADS)) + 1;
-  const u32 each = smaller(smaller(enough, MAX_SAMPLES), length / THREADS);
-  return {each, length / (each * THREADS)};
+  const u32 enough = u32(EXPECTED * float(length) / (2 * float(k) * THREADS)) + 1;
+  const u32 each = smaller(smaller(enough, MAX_PAIRS), length / (2 * THREADS));
+  return {each, each == 0 ? 0 : length / (each * THREADS)};
 }
 
-DEVICE void read_sample(const Sample& sample, const float* scores, u32 first, u32* bits,
+DEVICE void read_sample(const Sample& sample, const float* scores, u32 first, Pair* bits,
                         u32 thread) {
+  const bool aligned = reinterpret_cast<u64>(scores) % sizeof(Pair) == 0;
 #pragma unroll
-  for (u32 i = 0; i < SAMPLES_AT_ONCE; i++) {
+  for (u32 i = 0; i < PAIRS_AT_ONCE; i++) {
     const u32 number = ((first + i) * WARP + thread % WARP) * WARPS + thread / WARP;
-    const u32 at = number * sample.stride + u32(u64(number * 0x9e3779b1u) * sample.stride >> 32);
-    bits[i] = first + i < sample.each ? float_bits(scores[at]) : ALL_LANES;  // a NaN
+    const u32 within = u32(u64(number * 0x9e3779b1u) * (sample.stride - 1) >> 32);
+    const u32 at = number * sample.stride + within;
+    bits[i] = {ALL_LANES, ALL_LANES};  // NaNs
+    if (first + i >= sample.each) continue;
+    if (aligned)
+      bits[i] = *reinterpret_cast<const Pair*>(scores + at / 2 * 2);
+    else
+      bits[i] = {float_bits(scores[at]), float_bits(scores[at + 1])};
   }
 }
 
 // A bound above which more than k keys of the row lie, though not many more; most likely: the mean
 // of what each warp finds at the wanted rank of its samples. `bits` are a thread's first ones.
 DEVICE u32 sampled_bound(const Sample& sample, ListShared* shared, const float* scores, u32 length,
-                         u32 k, u32* bits, u32 thread) {
+                         u32 k, Pair* bits, u32 thread) {
   const u32 lane = thread % WARP;
-  const float expected = float(k) * float(sample.each * THREADS) / float(length);
+  const float expected = float(k) * float(2 * sample.each * THREADS) / float(length);
   const u32 rank = u32((expected + 5 * sqrtf(expected) + 4) / WARPS) + 1;
   u32 best = 0, second = 0;  // of this lane: a third among the warp's best is rare, and lowers it
-  for (u32 first = 0; first < sample.each; first += SAMPLES_AT_ONCE) {
+  const auto keep = [&](u32 key) {
+    const u32 lower = smaller(best, key);
+    best = best > key ? best : key;
+    second = second > lower ? second : lower;
+  };
+  for (u32 first = 0; first < sample.each; first += PAIRS_AT_ONCE) {
     if (first != 0) read_sample(sample, scores, first, bits, thread);
 #pragma unroll
-    for (u32 i = 0; i < SAMPLES_AT_ONCE; i++) {
-      const u32 key = order_key(bits[i]), lower = smaller(best, key);
-      best = best > key ? best : key;
-      second = second > lower ? second : lower;
+    for (u32 i = 0; i < PAIRS_AT_ONCE; i++) {
+      keep(order_key(bits[i].first));
+      keep(order_key(bits[i].second));
     }
   }
   u32 found = 0;
@@ -586,6 +602,20 @@ DEVICE void write_marked(const Lists& lists, ListShared* shared, bool everything
   }
 }
 
+// What `topk_by_lists` begins with; needs nothing of the row.
+DEVICE void clear_lists(const TopkArguments& a, u32 thread) {
+  ListShared* shared = reinterpret_cast<ListShared*>(shared_memory());
+  const Lists lists = lists_after(shared, a.listed, a.chunk, cluster_size());
+  for (u32 i = thread * 4; i < FINE; i += THREADS * 4)
+    store_words(shared->histogram + i, {0, 0, 0, 0});
+  for (u32 i = thread; i < ceil_div(a.chunk, WARP); i += THREADS)
+    lists.above[i] = lists.equal[i] = 0;
+  if (thread == 0) {
+    shared->mine = {0, 0};
+    shared->before[0] = shared->before[1] = shared->last_count = 0;
+  }
+}
+
 // False: the lists don't do, and nothing has been written. The same in the whole cluster.
 DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32 length,
                           u32 thread) {
@@ -597,17 +627,10 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   cluster_arrive();  // nothing may be sent to a block that hasn't started
   const float* scores = a.scores + u64(row) * a.width;
   const Sample sample = everything ? Sample{0, 0} : sample_of(length, k);
-  u32 sampled[SAMPLES_AT_ONCE];
+  Pair sampled[PAIRS_AT_ONCE];
   Words bits[AT_ONCE];
   if (!everything) read_sample(sample, scores, 0, sampled, thread);
   read_groups(part, thread / WARP, bits, lane);  // on their way while the sample is looked at
-  for (u32 i = thread * 4; i < FINE; i += THREADS * 4)
-    store_words(shared->histogram + i, {0, 0, 0, 0});
-  for (u32 i = thread; i < words; i += THREADS) lists.above[i] = lists.equal[i] = 0;
-  if (thread == 0) {
-    shared->mine = {0, 0};
-    shared->before[0] = shared->before[1] = shared->last_count = 0;
-  }
   u32 bound = 0, shift = WARP - FINE_BITS;
   if (everything) {
     block_sync();
@@ -692,6 +715,7 @@ KERNEL(TOPK_THREADS, 2) void topk(ARGUMENTS TopkArguments arguments) {
   const TopkArguments& a = arguments;
   const u32 thread = thread_index(), blocks = cluster_size(), rank = cluster_rank();
   const u32 k = a.k, row = block_index() / blocks;
+  if (a.listed != 0) clear_lists(a, thread);
   wait_for_previous();
   const u32 length = length_of(a.context_lens[row], a.width);
   if (length < k) {  // everything is chosen; the same in the whole cluster

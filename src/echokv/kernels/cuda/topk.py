@@ -31,7 +31,7 @@ BY_LISTS = True
 
 _WHOLE_ROW = 8192  # scores; rows up to here are listed without a bound
 _LONG_ROW = 2**18  # scores; from here more than 8 blocks are worth their slower barriers
-_MAX_SAMPLES = 16  # of a thread: MAX_SAMPLES of topk.cu
+_MAX_SAMPLES = 16  # of a thread: MAX_PAIRS of topk.cu
 _EXPECTED = 64  # samples among the k best: EXPECTED of topk.cu
 
 

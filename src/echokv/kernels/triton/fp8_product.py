@@ -346,7 +346,8 @@ def _signature(tiles: Tiles, *, grouped: bool = False, gated: bool = False) -> t
 
 
 COMPILE_SIGNATURES = (
-    _signature(Tiles(rows=16, columns=64, swapped=True, splits=8)),
+    _signature(Tiles(rows=16, columns=128, swapped=True, splits=8)),
+    _signature(Tiles(rows=16, columns=64, swapped=True)),
     _signature(Tiles(rows=32, columns=64, swapped=True, quantised=True)),
     _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True, splits=4)),
     _signature(Tiles(rows=64, columns=64, swapped=True, quantised=True), gated=True),

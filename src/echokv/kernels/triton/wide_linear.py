@@ -16,6 +16,7 @@ from echokv.kernels.reference.wide_linear import check_wide_args
 _MOST_TOKENS = 64
 _TOKENS = 4  # of one program
 _COLUMNS = 1024  # read at once
+_WHOLE_ROW = 8192  # columns up to which a program of one token reads all at once
 
 
 def wide_linear(x: Tensor, weight: Tensor, factor: float) -> Tensor:
@@ -25,8 +26,11 @@ def wide_linear(x: Tensor, weight: Tensor, factor: float) -> Tensor:
     if not 0 < tokens <= _MOST_TOKENS:
         return reference.wide_linear(x, weight, factor)
     out = torch.empty(tokens, weight.shape[0], dtype=torch.float32, device=x.device)
-    _wide_linear[(weight.shape[0], triton.cdiv(tokens, _TOKENS))](
-        x, weight, out, tokens, weight.shape[0], factor, size, _TOKENS, _COLUMNS, num_warps=8
+    at_once, columns, warps = _TOKENS, _COLUMNS, 8
+    if tokens == 1 and size <= _WHOLE_ROW:
+        at_once, columns, warps = 1, triton.next_power_of_2(size), 16
+    _wide_linear[(weight.shape[0], triton.cdiv(tokens, at_once))](
+        x, weight, out, tokens, weight.shape[0], factor, size, at_once, columns, num_warps=warps
     )
     return out
 
@@ -58,11 +62,12 @@ def _wide_linear(
     tl.store(out + token.to(tl.int64) * outputs + output, total, mask=token < tokens)
 
 
-COMPILE_SIGNATURES = (
+COMPILE_SIGNATURES = tuple(
     (
         _wide_linear,
         {"x": "*bf16", "weight": "*fp32", "out": "*fp32", "tokens": "i32", "outputs": "i32:16",
-         "factor": "fp32", "SIZE": 7168, "TOKENS": _TOKENS, "COLUMNS": _COLUMNS},
-        {"num_warps": 8},
-    ),
+         "factor": "fp32", "SIZE": 7168, "TOKENS": tokens, "COLUMNS": columns},
+        {"num_warps": warps},
+    )
+    for tokens, columns, warps in ((_TOKENS, _COLUMNS, 8), (1, _WHOLE_ROW, 16))
 )  # fmt: skip
