@@ -5,7 +5,7 @@
 - `make_resident` beside a bare gather of the same rows in the same run, by batch, rows missing and
   bytes a row; rows from 1 GiB and from 4.4 GiB of host memory (four layers in turn); from a cold L2
   cache, and with the selection in it, as top-k leaves it. In part beside Triton's op-by-op version.
-- `append_rows`, `choose_victims` (lists kept, and made anew), `touch_pages`.
+- `append_rows`, `choose_victims` (lists kept, and made anew).
 - What all of it adds to a decode step, a layer, arranged as the engine does.
 
 The oracle is the reference manager, given the same state before each step; timed cases are checked
@@ -30,7 +30,6 @@ from torch import Tensor
 import cache as common  # benchmarks/device/cache.py
 from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
-from echokv.kernels.cuda.touch import touch_pages
 from echokv.kernels.registry import load_kernels
 from echokv.memory.pools import DevicePool, HostPool
 
@@ -329,7 +328,6 @@ class DecodeStep:
         self.runs: dict[str, Run] = {"none": self._work}
         for name, (append, recall) in ways.items():
             self.runs[name] = partial(self._run, append, recall)
-        self.runs["touched"] = partial(self._run, beside, beside, touch=True)
 
     def prepare(self, at: int) -> None:
         """Another selection, and other new rows."""
@@ -341,15 +339,13 @@ class DecodeStep:
             for weight in self.weights:
                 torch.mm(self.hidden, weight)
 
-    def _run(self, append: bool | None, recall: bool | None, *, touch: bool = False) -> None:
+    def _run(self, append: bool | None, recall: bool | None) -> None:
         """One step; each part beside the products (True), in line with them, or (None) left out."""
         manager, scores = self.state.manager, self.recall.scores
         manager.begin_step(most_rows=self.batch * (TOPK + 1))
         for layer in range(LAYERS):
             if append is not None:
                 manager.append(layer, self.new, self.rows, keep=self.batch, beside=append)
-            if touch:
-                manager.expect_recall(layer)
             for weight in self.weights[:2]:
                 torch.mm(self.hidden, weight)
             wanted = self.recall.wanted[layer]
@@ -387,21 +383,6 @@ def step_times(bench: Bench, host: HostPool) -> list[dict[str, Any]]:
     return results
 
 
-def touch_times(bench: Bench, host: HostPool) -> list[dict[str, Any]]:
-    """touch_pages, of each layer in turn."""
-
-    def run() -> None:
-        for rows in host.rows:
-            touch_pages(rows, DEVICE)
-
-    taken = bench.time({"cuda": run}, lambda _: None)["cuda"]
-    each = {key: value / LAYERS for key, value in taken.items()}
-    print(
-        f"touch_pages, {host.rows[0].nbytes / 2**30:.2f} GiB: {each['median']:.1f} us", flush=True
-    )
-    return [{"gib": host.rows[0].nbytes / 2**30} | each]
-
-
 def main() -> int:
     """Run, write JSON, say where; 1 when something was wrong."""
     parser = argparse.ArgumentParser(
@@ -434,7 +415,6 @@ def main() -> int:
             stages["step_us"] = partial(step_times, bench, host)
             stages["append_us"] = partial(append_times, bench, host)
             stages["choose_victims_us"] = partial(victim_times, bench)
-            stages["touch_pages_us"] = partial(touch_times, bench, host)
         for name, stage in stages.items():
             if any(not check["ok"] for check in bench.checks):
                 break

@@ -29,6 +29,7 @@ from echokv.memory.pinned import PinnedBuffer
 
 MIB, GIB = 2**20, 2**30
 LAUNCHES = 8
+REPLAYS = 7
 LAYER_BYTES = 1_800_000 * 656
 SOURCE = r"""
 struct Words { unsigned x, y, z, w; };
@@ -154,9 +155,16 @@ class Bench:
         """Microseconds a gather takes behind a read of HBM: as it is, and with pages touched.
 
         One word of each 2 MiB that rows may come from is read beside the read of HBM, on another
-        stream. Layers lie LAYER_BYTES apart, and rows come from the first `span` bytes of each.
+        stream. Layers lie LAYER_BYTES apart, and rows come from the first `span` bytes of each:
+        others in every replay, as those of a decode step are.
         """
-        sources, targets = self._draw(span, rows, 656, 1, False)
+        drawn = [self._draw(span, rows, 656, 1, False) for _ in range(REPLAYS)]
+        sources, targets = (one.clone() for one in drawn[0])
+
+        def draw(number: int) -> None:
+            for tensor, new in zip((sources, targets), drawn[number], strict=True):
+                tensor.copy_(new)
+
         side, main = torch.cuda.Stream(), torch.cuda.current_stream
 
         def replay(touch: bool, gather: bool) -> float:
@@ -175,7 +183,7 @@ class Bench:
                         main().wait_stream(side)
                     if gather:
                         self._launch(here, sources[index], targets[index], 656, 132, 512)
-            return self._time(graph)
+            return self._time(graph, draw)
 
         alone = replay(False, False)
         taken = (replay(False, True) - alone, replay(True, True) - alone)
@@ -220,9 +228,12 @@ class Bench:
         ok(driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream,
                                  ctypes.addressof(packed), 0))  # fmt: skip
 
-    def _time(self, graph: torch.cuda.CUDAGraph) -> float:
+    def _time(
+        self, graph: torch.cuda.CUDAGraph, prepare: Callable[[int], None] = lambda _: None
+    ) -> float:
         times = []
-        for _ in range(7):
+        for number in range(REPLAYS):
+            prepare(number)
             self.flush.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

@@ -6,7 +6,7 @@
 
 (cuda-bindings asks the driver for functions that it may not have, which memcheck would report.)
 
-Every kernel of `kernels/cuda/{recall,append,victims,touch,topk}.cu` runs over the cases that differ
+Every kernel of `kernels/cuda/{recall,append,victims,topk}.cu` runs over the cases that differ
 in code: rows of 16-byte words and others, tiles that wait in device_slots, lists that last and
 lists made anew, clusters of one and of eight, parts of a row in registers, in shared memory and
 read again. Results are compared with the plain Python model, so that what the tools watched was
@@ -22,7 +22,7 @@ import torch
 from tests.kernels.cache_model import layer_in_use
 from tests.kernels.resident_model import LayerUnderTest, selection
 
-from echokv.kernels.cuda import fused, recall, topk, touch
+from echokv.kernels.cuda import fused, recall, topk
 
 CUDA = torch.device("cuda")
 
@@ -55,11 +55,6 @@ def check_gather(row_bytes: int) -> None:
     assert torch.equal(found, host_rows[sources[:140].long()])
 
 
-def check_touch(nbytes: int) -> None:
-    """Every page is touched, and nothing outside the memory."""
-    touch.touch_pages(torch.zeros((1, nbytes), dtype=torch.uint8).pin_memory(), CUDA)
-
-
 def check_topk(rows: int, width: int, k: int, *, zeros: bool = False) -> None:
     """One shape, with a short row, ties and garbage past the lengths; zeros overflow every list."""
     scores = torch.zeros(rows, width) if zeros else torch.randn(rows, width).round(decimals=1)
@@ -86,8 +81,6 @@ def main() -> int:
         check_resident(row_bytes, 3, 33, 32)
         check_gather(row_bytes)
         print(f"rows of {row_bytes} B: {time.perf_counter() - start:.1f} s", flush=True)
-    for nbytes in (16, 4096, 5 << 20):
-        check_touch(nbytes)
     check_resident(656, 300, 70, 4)  # more tiles than resident blocks
     shapes = () if options.without_topk else ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000))
     for shape in shapes:

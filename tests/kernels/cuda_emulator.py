@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echokv.kernels.cuda import append, fetch_ahead, index_scores, recall, topk, touch, victims
+from echokv.kernels.cuda import append, fetch_ahead, index_scores, recall, topk, victims
 from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.fused_layer import FusedLayer
@@ -158,12 +158,6 @@ class Emulator:
         self._library.run_append_rows(
             -(-count // each), shared, self._next(), ctypes.byref(arguments)
         )
-
-    def touch_pages(self, host_rows: Tensor, device: torch.device) -> None:
-        """`touch_pages`."""
-        arguments = touch.touch_arguments(host_rows)
-        blocks = -(-touch.touches(host_rows.nbytes) // touch.MODULE.threads)
-        self._library.run_touch_pages(blocks, self._next(), ctypes.byref(arguments))
 
     def prefetch(
         self,

@@ -8,9 +8,6 @@ namespace recall {
 namespace append {
 #include "append.cu"
 }
-namespace touch {
-#include "touch.cu"
-}
 namespace victims {
 #include "victims.cu"
 }
@@ -104,9 +101,6 @@ void run_make_resident(u32 blocks, u32 shared, u32 seed,
 void run_append_rows(u32 blocks, u32 shared, u32 seed, const append::AppendArguments* arguments) {
   emulated::launch(blocks, 1, RECALL_THREADS, 1, shared, seed,
                    [=] { append::append_rows(*arguments); });
-}
-void run_touch_pages(u32 blocks, u32 seed, const touch::TouchArguments* arguments) {
-  emulated::launch(blocks, 1, 32, 1, 16, seed, [=] { touch::touch_pages(*arguments); });
 }
 void run_gather_rows(u32 blocks, u32 seed, const recall::GatherArguments* arguments) {
   emulated::launch(blocks, 1, RECALL_THREADS, 1, 16, seed,

@@ -13,7 +13,6 @@ from echokv.kernels.cuda import (
     index_scores,
     recall,
     topk,
-    touch,
     victims,
 )
 from echokv.kernels.cuda.launch import MAX_SHARED_BYTES
@@ -22,7 +21,6 @@ SOURCES = {
     "topk": topk,
     "recall": recall,
     "append": append,
-    "touch": touch,
     "victims": victims,
     "index_scores": index_scores,
     "fetch_ahead": fetch_ahead,
@@ -51,14 +49,6 @@ def test_as_many_blocks_are_resident_as_wait_for_each_other(module: ModuleType, 
     _, usage = build.compile_cubin(module.MODULE.name)
     registers = next(kernel.registers for kernel in usage if kernel.name == name)
     assert registers * module.MODULE.threads * recall.BLOCKS_PER_SM <= 65536
-
-
-def test_a_touch_is_not_compiled_away() -> None:
-    """Nothing uses what it reads, which ptxas takes as leave to drop a load."""
-    cubin, _ = build.compile_cubin("touch")
-    load = 0x981  # LDG; the low twelve bits of an instruction of sixteen bytes
-    aligned = range(0, len(cubin) - 15, 16)
-    assert load in {int.from_bytes(cubin[at : at + 2], "little") & 0xFFF for at in aligned}
 
 
 def test_fetch_ahead_fits_an_sm_beside_topk() -> None:

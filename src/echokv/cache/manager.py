@@ -128,12 +128,6 @@ class CacheManager:
             self._device_pool.rows[layer],
         )
 
-    def expect_recall(self, layer: int) -> None:
-        """See `KVCache`."""
-        if self._ready is not None:
-            with self.side.fork(catches_up=False):
-                self._ready.touch(layer)
-
     def make_resident(
         self,
         layer: int,

@@ -16,7 +16,7 @@ from echokv.memory.formats import IndexKeyFormat, RowFormat
 class FusedRecall(Protocol):
     """A layer's cache management by few launches.
 
-    Contracts are in `kernels/cuda/{victims,recall,append,touch}.py`.
+    Contracts are in `kernels/cuda/{victims,recall,append}.py`.
     """
 
     def choose_victims(
@@ -28,8 +28,6 @@ class FusedRecall(Protocol):
     ) -> None: ...
 
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None: ...
-
-    def touch_pages(self, host_rows: Tensor, device: torch.device) -> None: ...
 
 
 class LibraryMla(Protocol):
