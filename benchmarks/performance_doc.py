@@ -95,18 +95,18 @@ def step() -> str:
     """What the cache adds to a step."""
     rows = load("cache_ops").get("step_us", [])
     cases = {(row["batch"], row["recalled_rows"], row["gib"]): None for row in rows}
-    ways = list(dict.fromkeys(row["way"] for row in rows))
+    names = {
+        "beside": "beside the products, as in the engine",
+        "inline": "one after the other",
+        "begin alone": "of that, `begin_step`",
+    }
+    ways = [way for way in names if find(rows, way=way)]
     lines = [
         (batch, f"{missing:,}", f"{gib:.1f}",
          *(median(rows, batch=batch, recalled_rows=missing, gib=gib, way=way) for way in ways))
         for batch, missing, gib in sorted(cases)
     ]  # fmt: skip
-    names = {
-        "beside": "beside the products, as in the engine",
-        "touched": "pages touched first, too",
-        "inline": "one after the other",
-    }
-    columns = (names.get(way, way) for way in ways)
+    columns = (names[way] for way in ways)
     return table(("batch", "rows recalled a layer", "GiB of host rows", *columns), lines)
 
 
