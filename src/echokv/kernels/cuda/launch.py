@@ -119,9 +119,8 @@ class CudaModule:
 
         with torch.cuda.device(device):
             function = self._function(kernel, device)
-            allowed = (
-                driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-            )
+            names = driver.CUfunction_attribute
+            allowed = names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             (error,) = driver.cuFuncSetAttribute(function, allowed, 1)
             _require(error, f"letting {kernel} have clusters of {cluster} blocks")
             config = self._config(cluster, 1, shared_bytes, _attributes(driver, cluster, False))
