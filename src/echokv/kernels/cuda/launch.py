@@ -58,10 +58,6 @@ class CudaModule:
                     MAX_SHARED_BYTES,
                 )
                 _require(error, f"giving {kernel} {MAX_SHARED_BYTES} B of shared memory")
-                (error,) = driver.cuFuncSetAttribute(
-                    function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
-                )
-                _require(error, f"letting {kernel} have clusters of more than 8 blocks")
                 self._functions[index, kernel] = function
 
     def launch(
@@ -111,7 +107,7 @@ class CudaModule:
         """How many clusters of so many blocks an idle device can run together; 0: it has no place.
 
         More than 8 blocks need a part of the chip with as many multiprocessors left, which differs
-        from one device to the next.
+        from one device to the next; the kernel may be launched so after this has been asked.
 
         Args:
             kernel: its name.
@@ -123,6 +119,10 @@ class CudaModule:
 
         with torch.cuda.device(device):
             function = self._function(kernel, device)
+            names = driver.CUfunction_attribute
+            allowed = names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            (error,) = driver.cuFuncSetAttribute(function, allowed, 1)
+            _require(error, f"letting {kernel} have clusters of {cluster} blocks")
             config = self._config(cluster, 1, shared_bytes, _attributes(driver, cluster, False))
             error, count = driver.cuOccupancyMaxActiveClusters(function, config)
         return int(count) if error == driver.CUresult.CUDA_SUCCESS else 0

@@ -473,7 +473,12 @@ DEVICE void list_candidates(const Part& part, const Lists& lists, ListShared* sh
     for (; found != 0; found &= found - 1) {
       const u32 i = __ffs(found) - 1;
       const u32 place = (start + i / 4 * WARPS) * GROUP + lane * 4 + i % 4;
-      const u32 key = order_key(float_bits(part.scores[place]));  // a register has no index
+      Words words = bits[0];  // registers have no index
+#pragma unroll
+      for (u32 j = 1; j < AT_ONCE; j++)
+        if (i / 4 == j) words = bits[j];
+      const u32 low = i & 1 ? words.y : words.x, high = i & 1 ? words.w : words.z;
+      const u32 key = order_key(i & 2 ? high : low);
       highest = highest > key ? highest : key;
       if (at < listed) lists.keys[at] = key, lists.places[at] = place;
       at++;
