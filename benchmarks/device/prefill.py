@@ -4,8 +4,8 @@
     python benchmarks/device/prefill.py --small --output small.json          # anywhere
 
 Few layers of DeepSeek-V3.2's shapes, random weights, the product's engine. The same prompt runs
-offloaded and resident; it counts only if both give the same tokens and, byte for byte, the same
-rows: in host memory offloaded, in HBM resident. `--small` runs the same code at toy sizes; its
+offloaded, with `--prefetch on` and resident; it counts only if all give the same tokens and, byte
+for byte, the same rows: in host memory offloaded, in HBM resident. `--small` runs the same code at toy sizes; its
 times mean nothing.
 """
 
@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,11 +26,15 @@ from torch import Tensor
 from echokv.bench import decode_report, report
 from echokv.bench.decode_engine import LoadedModel, synchronise
 from echokv.bench.decode_preset import preset_config
+from echokv.bench.decode_step import kernel_times
 from echokv.config import EngineConfig
 from echokv.engine.build import EngineHooks
 from echokv.engine.engine import Engine
+from echokv.engine.outputs import RequestOutput
 from echokv.engine.sampling_params import SamplingParams
 from echokv.memory.slots import BLOCK_TOKENS, blocks_for
+
+PROFILED_KERNELS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,8 @@ def main() -> int:
     """Run both ways, write JSON, say what differed; 1 when anything did."""
     options = _options()
     scale = SMALL if options.small else REAL
+    if options.prompt:
+        scale = dataclasses.replace(scale, prompt=options.prompt)
     raw = preset_config(
         scale.preset,
         num_layers=scale.layers,
@@ -84,13 +91,22 @@ def main() -> int:
             loaded.config.vocab_size, (scale.prompt,), generator=generator
         ).tolist()
         figures, tokens, rows = {}, [], []
-        for offload in (True, False):
-            name = "offloaded" if offload else "resident"
-            figures[name], generated, written = prefill(loaded, scale, prompt, offload=offload)
+        for name in ("offloaded", "prefetching", "resident"):
+            figures[name], generated, written = prefill(
+                loaded,
+                scale,
+                prompt,
+                offload=name != "resident",
+                prefetch="on" if name == "prefetching" else "off",
+                profiled=tuple(options.profile),
+            )
             tokens.append(generated)
             rows.append(written)
             print(f"{name}: {figures[name]}", flush=True)
-        same = {"tokens": tokens[0] == tokens[1], "rows": torch.equal(*rows)}
+        same = {
+            "tokens": all(one == tokens[0] for one in tokens),
+            "rows": all(torch.equal(one, rows[0]) for one in rows),
+        }
         result = report.environment(options.commit) | {
             "scale": dataclasses.asdict(scale),
             "model": decode_report.run_figures(loaded, scale.preset),
@@ -103,9 +119,15 @@ def main() -> int:
 
 
 def prefill(
-    loaded: LoadedModel, scale: Scale, prompt: list[int], *, offload: bool
+    loaded: LoadedModel,
+    scale: Scale,
+    prompt: list[int],
+    *,
+    offload: bool,
+    prefetch: str,
+    profiled: tuple[int, ...],
 ) -> tuple[dict[str, Any], list[int], Tensor]:
-    """One prompt through an engine of its own.
+    """One prompt through an engine of its own; the kernels of some steps are printed.
 
     Returns:
         figures, the tokens that follow, and the prompt's rows [L, prompt, row_bytes] on the CPU.
@@ -115,6 +137,7 @@ def prefill(
     config = dataclasses.replace(
         loaded.engine_config,
         offload=offload,
+        prefetch=prefetch,
         host_pool_gib=(longest * row_bytes + 0.5) / 2**30 if offload else None,
         device_pool_tokens=scale.device_pool if offload else longest,
         max_model_len=longest,
@@ -130,9 +153,16 @@ def prefill(
     synchronise(loaded.device)
     start = time.perf_counter()
     first_token_s = blocks = None
+    chunks: list[float] = []
     while engine.has_work:
-        for output in engine.step():
+        began = time.perf_counter()
+        if len(chunks) in profiled:
+            outputs = profiled_step(engine, f"chunk {len(chunks)}, {offload=}")
+        else:
+            outputs = engine.step()
+        for output in outputs:
             tokens += output.token_ids
+        chunks.append(time.perf_counter() - began)
         if request.block_ids:
             blocks = list(request.block_ids)
         if tokens and first_token_s is None:
@@ -146,6 +176,7 @@ def prefill(
         "prompt_tokens_per_s": len(prompt) / first_token_s,
         "device_pool_tokens": engine.cache.capacity,
         "selected_rows_by_layer": [one.selected for one in counters],
+        "chunk_ms": [round(seconds * 1e3, 2) for seconds in chunks],
         "recalled_rows_by_layer": [one.recalled for one in counters],
         "evicted_rows_by_layer": [one.evicted for one in counters],
     }
@@ -156,6 +187,16 @@ def prefill(
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()
     return figures, tokens, rows
+
+
+def profiled_step(engine: Engine, what: str) -> Sequence[RequestOutput]:
+    """A step whose kernels are listed; slower for it."""
+    outputs: list[RequestOutput] = []
+    times = kernel_times(lambda: outputs.extend(engine.step()), 1)
+    print(f"{what}: {sum(us for _, us, _ in times):.0f} us of kernels")
+    for kernel, us, count in times[:PROFILED_KERNELS]:
+        print(f"{us:9.1f} us {count:7.0f} x {us / count:8.2f} us  {kernel[:80]}", flush=True)
+    return outputs
 
 
 def _rows(engine: Engine, loaded: LoadedModel, blocks: list[int], count: int) -> Tensor:
@@ -175,6 +216,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--commit", help="of the code that runs; default: the git checkout's")
     parser.add_argument("--small", action="store_true", help="toy sizes, for a CPU")
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="steps to profile")
+    parser.add_argument("--prompt", type=int, help="tokens; default: 100,000")
     parser.add_argument("--backend", default="auto", help="auto, reference, triton or cuda")
     return parser.parse_args()
 
