@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import index_scores as decode  # benchmarks/device/index_scores.py
 import torch
 from torch import Tensor
 
-import index_scores as decode  # benchmarks/device/index_scores.py
 from echokv.bench.report import environment
 from echokv.kernels.cuda import index_scores as cuda
 from echokv.kernels.cuda import topk as cuda_topk
