@@ -5,8 +5,8 @@
 
 Few layers of DeepSeek-V3.2's shapes, random weights, the product's engine. The same prompt runs
 offloaded, with `--prefetch on` and resident; it counts only if all give the same tokens and, byte
-for byte, the same rows: in host memory offloaded, in HBM resident. `--small` runs the same code at toy sizes; its
-times mean nothing.
+for byte, the same rows: in host memory offloaded, in HBM resident. `--profile 8 30` lists the
+kernels of those steps, on a GPU. `--small` runs the same code at toy sizes; its times mean nothing.
 """
 
 import argparse
