@@ -21,6 +21,7 @@ from torch import Tensor
 
 from echokv.bench.report import environment
 from echokv.kernels.cuda import index_scores as cuda
+from echokv.kernels.cuda import prefill_scores as tiled
 from echokv.kernels.cuda import topk as cuda_topk
 from echokv.kernels.reference.index_keys import quantise_ue8m0, rotate
 from echokv.kernels.reference.index_scores import score_width
@@ -81,7 +82,9 @@ def time_shape(queries: int, context: int, device: torch.device) -> dict[str, An
     """One shape, checked, then timed."""
     case = make_case(queries, context, device)
     ours = case.run(cuda.index_scores)
-    gaps = {"cuda": ours}
+    gaps = {"cuda": ours, "tiled": case.run(tiled.prefill_scores)}
+    equal = torch.equal(gaps["tiled"], ours)
+    print(f"{queries} x {context}: bits of tiled equal: {equal}", flush=True)
     images = cuda.quantise_query(case.query, case.weights)
     out = torch.empty(queries, score_width(context), device=device)
     scores: dict[str, Callable[[], object]] = {
@@ -90,6 +93,10 @@ def time_shape(queries: int, context: int, device: torch.device) -> dict[str, An
             images, HEADS, case.pages[0], case.tables, case.rows, case.lens, out
         ),
     }
+    scores["tiled"] = lambda: case.run(tiled.prefill_scores)
+    scores["tiled, query quantised"] = lambda: tiled.score_images(
+        images, HEADS, case.pages[0], case.tables, case.rows, case.lens, out
+    )
     if decode.HAS_DEEP_GEMM:
         theirs = Contiguous(case)
         gaps["deep_gemm, contiguous"] = theirs()
