@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echokv.kernels.cuda import fetch_ahead, index_scores, recall, topk
+from echokv.kernels.cuda import fetch_ahead, index_scores, prefill_scores, recall, topk
 from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.fused_layer import FusedLayer
@@ -59,6 +59,16 @@ class PrefetchRun(Arguments):
         *((name, ctypes.c_void_p) for name in ("block_tables", "request_rows", "scores", "shares")),
         *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "fetching")),
         ("prefetch", index_scores.PrefetchArguments),
+    )
+
+
+class TilingRun(Arguments):
+    """See emulated.cc."""
+
+    _fields_ = (
+        ("rows", prefill_scores.Rows),
+        *((name, ctypes.c_void_p) for name in ("works", "covered")),
+        ("most", ctypes.c_uint32),
     )
 
 
@@ -110,6 +120,27 @@ class Emulator:
             rows * cluster, cluster, shared, self._next(), ctypes.byref(arguments)
         )
         return positions, kth
+
+    def tiling(
+        self, context_lens: Tensor, request_rows: Tensor, width: int, blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        """What each block of `prefill_scores` scores, and how far units cover each row.
+
+        Returns:
+            [blocks, works, 5] int32: row, rows, tokens, first unit and units, of 0 past the end;
+            [T] int32.
+        """
+        rows = context_lens.shape[0]
+        most = rows + 1
+        works = torch.zeros((blocks, most, 5), dtype=torch.int32)
+        covered = torch.full((rows,), -1, dtype=torch.int32)
+        contexts = index_scores.Contexts(pointer(context_lens), rows, width)
+        arguments = TilingRun(
+            prefill_scores.Rows(contexts, pointer(request_rows)),
+            pointer(works), pointer(covered), most,
+        )  # fmt: skip
+        self._library.run_tiling(blocks, self._next(), ctypes.byref(arguments))
+        return works, covered
 
     def victim_workspace(self, layers: int, device: torch.device) -> Tensor:
         """`victim_workspace`."""

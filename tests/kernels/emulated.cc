@@ -1,5 +1,6 @@
 // The kernels of kernels/cuda as a shared library for Python: same arguments, one CPU thread.
 #include "prefetch.cuh"
+#include "tiles.cuh"
 #include "topk.cu"
 namespace recall {
 #include "recall.cu"
@@ -60,6 +61,32 @@ static void kernel(const Arguments& a) {
 }
 }  // namespace prefetching
 
+// What prefill_scores.cu does with its schedule: blocks note what they would score, and how far.
+namespace tiling {
+struct Arguments {
+  Rows rows;
+  u32* works;    // [blocks, most, 5] out: row, rows, tokens, unit, units
+  u32* covered;  // [rows] out
+  u32 most;
+};
+
+static void kernel(const Arguments& a) {
+  const u32 lane = thread_index() % WARP;
+  u32* noted = a.works + u64(block_index()) * a.most * 5;
+  for (Work work = first_work(a.rows, block_index(), grid_size(), lane); work.units != 0;
+       next_work(a.rows, &work)) {
+    const Segment& segment = work.segment;
+    const u32 found[5] = {segment.row, segment.rows, segment.tokens, work.unit, work.units};
+    if (work.sequence >= a.most) std::abort();
+    if (lane == 0) std::copy(found, found + 5, noted + 5 * work.sequence);
+  }
+  for (u32 row = block_index(); row < a.rows.contexts.rows; row += grid_size()) {
+    const u32 tokens = covered_tokens(a.rows, row, lane);
+    if (lane == 0) a.covered[row] = tokens;
+  }
+}
+}  // namespace tiling
+
 namespace ahead {
 #include "fetch_ahead.cu"
 }
@@ -72,6 +99,9 @@ void run_fetch_ahead(u32 blocks, u32 shared, u32 seed, const ahead::AheadArgumen
 void run_prefetch(u32 blocks, u32 seed, const prefetching::Arguments* a) {
   emulated::launch(blocks, 1, (a->scoring + 1 + a->fetching) * WARP, 1,
                    (a->scoring + a->fetching) * sizeof(Ring), seed, [=] { prefetching::kernel(*a); });
+}
+void run_tiling(u32 blocks, u32 seed, const tiling::Arguments* a) {
+  emulated::launch(blocks, 1, WARP, 1, 16, seed, [=] { tiling::kernel(*a); });
 }
 void run_fetch_late(u32 blocks, u32 warps, u32 seed, const PrefetchArguments* a) {
   emulated::launch(blocks, 1, warps * WARP, 1, 16, seed, [=] {

@@ -222,6 +222,7 @@ DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u3
       if (exists) *out = position < shared->tokens[at][row] ? sum : bits_float(MINUS_INFINITY);
       out += width;
     }
+    __syncwarp();
     if (lane == 0 && (note.rest & 1)) barrier_arrive(&shared->query_empty[at]);
   }
 }

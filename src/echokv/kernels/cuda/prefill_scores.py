@@ -17,6 +17,8 @@ from echokv.memory.formats import IndexKeyFormat
 MODULE = CudaModule("prefill_scores", threads=512)
 KERNELS = ("prefill_scores_32", "prefill_scores_64")
 SHARED_BYTES = 219_904
+TILE_ROWS, UNIT_TOKENS = 8, 128
+"""Of the schedule in tiles.cuh."""
 
 
 class Rows(Arguments):
