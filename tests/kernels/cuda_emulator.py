@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echokv.kernels.cuda import fetch_ahead, index_scores, prefill_scores, recall, topk
+from echokv.kernels.cuda import fetch_ahead, index_scores, recall, schedule, topk
 from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.fused_layer import FusedLayer
@@ -55,7 +55,7 @@ class PrefetchRun(Arguments):
     """See emulated.cc."""
 
     _fields_ = (
-        ("contexts", index_scores.Contexts),
+        ("contexts", schedule.Contexts),
         *((name, ctypes.c_void_p) for name in ("block_tables", "request_rows", "scores", "shares")),
         *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "fetching")),
         ("prefetch", index_scores.PrefetchArguments),
@@ -66,7 +66,7 @@ class TilingRun(Arguments):
     """See emulated.cc."""
 
     _fields_ = (
-        ("rows", prefill_scores.Rows),
+        ("rows", schedule.Rows),
         *((name, ctypes.c_void_p) for name in ("works", "covered")),
         ("most", ctypes.c_uint32),
     )
@@ -134,9 +134,9 @@ class Emulator:
         most = rows + 1
         works = torch.zeros((blocks, most, 5), dtype=torch.int32)
         covered = torch.full((rows,), -1, dtype=torch.int32)
-        contexts = index_scores.Contexts(pointer(context_lens), rows, width)
+        contexts = schedule.Contexts(pointer(context_lens), rows, width)
         arguments = TilingRun(
-            prefill_scores.Rows(contexts, pointer(request_rows)),
+            schedule.Rows(contexts, pointer(request_rows)),
             pointer(works), pointer(covered), most,
         )  # fmt: skip
         self._library.run_tiling(blocks, self._next(), ctypes.byref(arguments))
@@ -230,7 +230,7 @@ class Emulator:
             rows_per_unit, least, rows,
         )  # fmt: skip
         arguments = PrefetchRun(
-            index_scores.Contexts(pointer(context_lens), rows, width), pointer(block_tables),
+            schedule.Contexts(pointer(context_lens), rows, width), pointer(block_tables),
             pointer(request_rows), pointer(scores), pointer(shares), block_tables.shape[1],
             scoring, fetching, prefetch,
         )  # fmt: skip

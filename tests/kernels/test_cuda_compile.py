@@ -5,23 +5,26 @@ from pathlib import Path
 import pytest
 
 from echokv.errors import KernelUnavailable
-from echokv.kernels.cuda import build, fetch_ahead, index_scores, recall, topk
+from echokv.kernels.cuda import build, fetch_ahead, index_scores, prefill_scores, recall, topk
 from echokv.kernels.cuda.launch import MAX_SHARED_BYTES
 
 SOURCES = {
     "topk": topk,
     "recall": recall,
     "index_scores": index_scores,
+    "prefill_scores": prefill_scores,
     "fetch_ahead": fetch_ahead,
 }
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_kernels_compile_without_spills(name: str) -> None:
+    """Nor does ptxas give up on products that are to overlap."""
     cubin, usage = build.compile_cubin(name)
     assert cubin[:4] == b"\x7fELF"
     assert {kernel.name for kernel in usage} == set(SOURCES[name].KERNELS)
     assert [kernel for kernel in usage if kernel.spilled_bytes or kernel.stack_bytes] == []
+    assert [kernel for kernel in usage if kernel.serialised] == []
     threads = SOURCES[name].MODULE.threads
     assert all(kernel.registers * threads <= 65536 for kernel in usage)
 
@@ -47,6 +50,12 @@ def test_index_scores_fit_the_shared_memory_of_a_block() -> None:
     for size in (index_scores.SHARED_BYTES, index_scores.PREFETCHING_SHARED_BYTES):
         assert f"== {size}," in source
         assert size <= MAX_SHARED_BYTES
+
+
+def test_prefill_scores_fit_the_shared_memory_of_a_block() -> None:
+    source = (build.FOLDER / "prefill_scores.cu").read_text()
+    assert f"== {prefill_scores.SHARED_BYTES:_}".replace("_", "") in source
+    assert prefill_scores.SHARED_BYTES <= MAX_SHARED_BYTES
 
 
 def test_every_source_is_tested() -> None:

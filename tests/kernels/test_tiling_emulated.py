@@ -8,7 +8,7 @@ import torch
 from tests.kernels import cuda_emulator
 from tests.kernels.cuda_emulator import Emulator
 
-from echokv.kernels.cuda.prefill_scores import TILE_ROWS, UNIT_TOKENS
+from echokv.kernels.cuda.schedule import TILE_ROWS, UNIT_TOKENS
 
 pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
 

@@ -174,7 +174,7 @@ def _load_cuda(device: torch.device) -> None:
     from echokv.kernels.cuda.launch import require_hopper
 
     require_hopper(device)
-    for name in (*(OPS[op] for op in CUDA_OPS), "fetch_ahead"):
+    for name in (*(OPS[op] for op in CUDA_OPS), "prefill_scores", "fetch_ahead"):
         module = importlib.import_module(f"echokv.kernels.cuda.{name}")
         module.MODULE.load(device, module.KERNELS)
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
-from echokv.kernels.cuda.index_scores import Contexts, PrefetchArguments
+from echokv.kernels.cuda.index_scores import PrefetchArguments
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.cuda.recall import layer_of, moves_16_bytes
+from echokv.kernels.cuda.schedule import Contexts
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.prefetch_args import check_candidates_args
 

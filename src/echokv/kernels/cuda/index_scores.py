@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
+from echokv.kernels.cuda import prefill_scores
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.cuda.recall import Layer, layer_of, moves_16_bytes
+from echokv.kernels.cuda.schedule import Contexts
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.reference.index_scores import check_scores_args, score_width
 from echokv.kernels.triton import index_scores as portable
@@ -31,6 +33,9 @@ KERNELS = (
 
 HEADS = (32, 64)
 HEAD_DIM = 128
+
+TILED_FROM = 4
+"""Rows a request from which a pass is scored by `prefill_scores`; the bits are the same."""
 
 RING_ENTRIES = 64
 """Candidates that a scoring warp can be ahead of the intake warp, and that of a fetching warp."""
@@ -55,16 +60,6 @@ class QueryArguments(Arguments):
         ("factor", ctypes.c_float),
         *((name, ctypes.c_uint32) for name in ("rows", "heads", "is_bfloat16", "most")),
         *((name, ctypes.c_void_p) for name in ("counts", "host_slots", "scores")),
-    )
-
-
-class Contexts(Arguments):
-    """See schedule.cuh."""
-
-    _fields_ = (
-        ("lens", ctypes.c_void_p),
-        ("rows", ctypes.c_uint32),
-        ("width", ctypes.c_uint32),
     )
 
 
@@ -136,7 +131,9 @@ def index_scores(
     out = torch.empty((rows, score_width(max_context_len)), device=query.device)
     if rows:
         images = quantise_query(query, weights)
-        score_images(images, heads, pages, block_tables, request_rows, context_lens, out)
+        tiled = rows >= TILED_FROM * block_tables.shape[0]
+        score = prefill_scores.score_images if tiled else score_images
+        score(images, heads, pages, block_tables, request_rows, context_lens, out)
     return out
 
 

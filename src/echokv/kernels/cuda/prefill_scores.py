@@ -1,7 +1,7 @@
 """The lightning indexer's scores of fp8 keys for passes with many rows of a request.
 
-Contract in `reference/index_scores.py`, bits of `index_scores.py`: rows that stand next to each
-other share the keys that they read.
+Contract in `reference/index_scores.py`, bits of `index_scores.py`, which calls this: rows that stand
+next to each other share the keys that they read.
 """
 
 import ctypes
@@ -9,22 +9,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from echokv.kernels.cuda.index_scores import Contexts, quantise_query
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
-from echokv.kernels.reference.index_scores import check_scores_args, score_width
-from echokv.memory.formats import IndexKeyFormat
+from echokv.kernels.cuda.schedule import Contexts, Rows
 
 MODULE = CudaModule("prefill_scores", threads=512)
 KERNELS = ("prefill_scores_32", "prefill_scores_64")
 SHARED_BYTES = 219_904
-TILE_ROWS, UNIT_TOKENS = 8, 128
-"""Of the schedule in tiles.cuh."""
-
-
-class Rows(Arguments):
-    """See tiles.cuh."""
-
-    _fields_ = (("contexts", Contexts), ("requests", ctypes.c_void_p))
 
 
 class PrefillArguments(Arguments):
@@ -38,31 +28,6 @@ class PrefillArguments(Arguments):
     )
 
 
-def prefill_scores(
-    query: Tensor,
-    weights: Tensor,
-    pages: Tensor,
-    fmt: IndexKeyFormat,
-    block_tables: Tensor,
-    request_rows: Tensor,
-    context_lens: Tensor,
-    max_context_len: int,
-) -> Tensor:
-    """Scores of query [T, H, D] against each row's keys: [T, W] float32, -inf past the context.
-
-    fp8 keys of 128 dimensions under 32 or 64 heads (`index_scores.takes`).
-    """
-    check_scores_args(
-        query, weights, pages, fmt, block_tables, request_rows, context_lens, max_context_len
-    )
-    rows, heads, _ = query.shape
-    out = torch.empty((rows, score_width(max_context_len)), device=query.device)
-    if rows:
-        images = quantise_query(query, weights)
-        score_images(images, heads, pages, block_tables, request_rows, context_lens, out)
-    return out
-
-
 def score_images(
     images: Tensor,
     heads: int,
@@ -72,11 +37,11 @@ def score_images(
     context_lens: Tensor,
     out: Tensor,
 ) -> None:
-    """The second launch: scores of quantised queries.
+    """Scores of quantised queries.
 
     Args:
         images: [T, heads * 132] uint8 from `quantise_query`, the launch right before this one.
-        heads: H.
+        heads: H, 32 or 64.
         pages: [n_pages, 8448] uint8, aligned to 16 bytes.
         block_tables: [R, B] int32.
         request_rows: [T] int32.
