@@ -294,6 +294,8 @@ DEVICE void store_words(void* to, Words words) {
   if (reinterpret_cast<u64>(to) % 16 != 0) std::abort();
   std::memcpy(to, &words, 16);
 }
+DEVICE Words load_others_words(const void* from) { return load_words(from); }
+DEVICE void device_fence() { emulated::maybe_yield(); }
 DEVICE void copy_async(void* to_shared, const void* from) {
   store_words(to_shared, load_words(from));
 }

@@ -74,6 +74,17 @@ DEVICE void store_shared_value(i32* to, i32 value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+// What others of the same kernel have written: not through L1, which may hold what was there before.
+DEVICE Words load_others_words(const void* from) {
+  Words words;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(from)
+               : "memory");
+  return words;
+}
+DEVICE void device_fence() { __threadfence(); }
+
 // The same within a block, in shared memory: what was written before a store is seen after a load.
 DEVICE u32 load_from_block(const u32* from) {
   u32 value;

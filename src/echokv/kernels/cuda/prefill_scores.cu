@@ -4,22 +4,30 @@
 // One block an SM takes an equal share of the units of tiles.cuh: up to eight queries against 128
 // keys. One warp sends for queries and for pages, by bulk copies into rings in shared memory. Three
 // warpgroups take the units in turn: both pages' keys to registers, which frees the stage, then for
-// one query after the other a product of each page by wgmma; while one page's product is made, the
-// other page's last one is summed up over its heads.
+// one query after the other a product of each page by wgmma; while the second page's product is
+// made, the first page's is summed up over its heads.
+//
+// With prefetch (prefill_prefetch.cuh) rows are scored in waves, every block taking a share of each.
+// The scoring warps also count their scores' bins; one warp adds them up over the grid, and two
+// fetch what a finished wave wants.
 #include "hopper.cuh"
-#include "tiles.cuh"
+#include "prefill_prefetch.cuh"
 
 constexpr u32 THREADS = 512;
-constexpr u32 GROUPS = 3;  // warpgroups that multiply; the fourth's warps bring data
+constexpr u32 GROUPS = 3;  // warpgroups that multiply; the fourth's warps do all else
 constexpr u32 GROUP_WARPS = 4;
 constexpr u32 SCORING_WARPS = GROUPS * GROUP_WARPS;
+constexpr u32 FETCHING_WARPS = 2;
 constexpr u32 DIM = 128;  // bytes of a key
 constexpr u32 PAGE_BYTES = PAGE_TOKENS * (DIM + 4);
-constexpr u32 STAGES = 5;  // units in flight
+constexpr u32 STAGES = 4;  // units in flight
 constexpr u32 QUERY_STAGES = 2;
 constexpr u32 MAX_HEADS = 64;
 constexpr u32 MINUS_INFINITY = 0xff800000u;
-constexpr u32 MATH_REGISTERS = 160, OTHER_REGISTERS = 32;
+// Registers of a thread in a warpgroup that multiplies, and in the other.
+DEVICE constexpr u32 scoring_registers(bool prefetch) { return prefetch ? 136 : 160; }
+DEVICE constexpr u32 other_registers(bool prefetch) { return prefetch ? 104 : 32; }
+constexpr u32 ROTATION = 37;  // of the blocks' shares from wave to wave
 
 // A query as quantise_query leaves it: its bytes, then the weight of each head.
 DEVICE constexpr u32 image_bytes(u32 heads) { return heads * (DIM + 4); }
@@ -38,8 +46,21 @@ struct Shared {
   u32 tokens[QUERY_STAGES][TILE_ROWS];
   Barrier page_full[STAGES], page_empty[STAGES];
   Barrier query_full[QUERY_STAGES], query_empty[QUERY_STAGES];
+  // From here on only with prefetch.
+  Barrier flushed[QUERY_STAGES];
+  u32 bins[QUERY_STAGES][TILE_ROWS][BINS];
+  WaveNotes waves[FETCHING_WARPS];
+  float shifts[QUERY_STAGES];
+  u32 done;  // scoring warps that have no more to do
+  u32 pad;
 };
-static_assert(sizeof(Shared) == 219904, "SHARED_BYTES of prefill_scores.py");
+
+// What prefill_scores.py asks for.
+constexpr u32 FOR_PREFETCH = sizeof(Barrier) * QUERY_STAGES +
+                             sizeof(u32) * QUERY_STAGES * TILE_ROWS * BINS +
+                             sizeof(WaveNotes) * FETCHING_WARPS + sizeof(u32) * (QUERY_STAGES + 2);
+static_assert(sizeof(Shared) == 220416, "PREFETCHING_SHARED_BYTES");
+static_assert(sizeof(Shared) - FOR_PREFETCH == 202976, "SHARED_BYTES");
 
 struct PrefillArguments {
   const u8* images;         // [rows, image_bytes]
@@ -50,58 +71,86 @@ struct PrefillArguments {
   u32 blocks;
 };
 
+struct PrefetchingArguments {
+  PrefillArguments scores;
+  InterArguments prefetch;
+};
+
+// Everything that this block scores, in order: `body(work, first)`, where rows of the work are
+// counted from `first` on. Whole warps.
+template <bool PREFETCH, typename Body>
+DEVICE void for_works(const Rows& rows, u32 lane, Body body) {
+  const u32 waves = PREFETCH ? waves_of(rows) : 1, blocks = grid_size();
+  u32 sequence = 0;
+  for (u32 wave = 0; wave < waves; wave++) {
+    const Rows mine = PREFETCH ? wave_of(rows, wave) : rows;
+    Work work =
+        first_work(mine, (block_index() + wave * ROTATION) % blocks, blocks, lane, sequence);
+    for (; work.units != 0; next_work(mine, &work)) body(work, wave * WAVE_ROWS);
+    sequence = work.sequence;
+  }
+}
+
 // Send for a segment's queries, and say how far each may see.
-template <u32 HEADS>
-DEVICE void bring_queries(const PrefillArguments& a, Shared* shared, const Work& work, u32 lane) {
+template <u32 HEADS, bool PREFETCH>
+DEVICE void bring_queries(const PrefillArguments& a, const InterArguments* prefetch,
+                          Shared* shared, const Work& work, u32 row, u32 lane) {
   const u32 stage = work.sequence % QUERY_STAGES, rows = work.segment.rows;
   Barrier *full = &shared->query_full[stage], *empty = &shared->query_empty[stage];
-  barrier_wait(empty, work.sequence / QUERY_STAGES % 2 ^ 1);
-  if (lane < rows)
-    shared->tokens[stage][lane] = tokens_of(a.rows.contexts, work.segment.row + lane);
+  barrier_wait(PREFETCH ? &shared->flushed[stage] : empty, work.sequence / QUERY_STAGES % 2 ^ 1);
+  if (lane < rows) shared->tokens[stage][lane] = tokens_of(a.rows.contexts, row + lane);
+  if (PREFETCH && lane == 0) shared->shifts[stage] = prefetch->shifts[a.rows.requests[row]];
   __syncwarp();
   if (lane != 0) return;
   // For groups that get no unit of this work.
   for (u32 idle = smaller(work.units, GROUPS) * GROUP_WARPS; idle < SCORING_WARPS; idle++)
     barrier_arrive(empty);
   barrier_arrive_expecting(full, rows * image_bytes(HEADS));
-  copy_to_shared(shared->queries[stage], a.images + u64(work.segment.row) * image_bytes(HEADS),
+  copy_to_shared(shared->queries[stage], a.images + u64(row) * image_bytes(HEADS),
                  rows * image_bytes(HEADS), full);
 }
 
-// Send for everything, in the order in which the groups take it. One warp.
-template <u32 HEADS>
-DEVICE void bring(const PrefillArguments& a, Shared* shared, u32 lane) {
-  u32 count = 0;
-  Work work = first_work(a.rows, block_index(), grid_size(), lane);
-  wait_for_previous_kernel();
-  for (; work.units != 0; next_work(a.rows, &work)) {
-    bring_queries<HEADS>(a, shared, work, lane);
-    const u32 pages = ceil_div(work.segment.tokens, PAGE_TOKENS);
-    const i32* table = a.block_tables + u64(u32(a.rows.requests[work.segment.row])) * a.blocks;
-    const u32 end = smaller(2 * (work.unit + work.units), pages);
-    u32 page = 2 * work.unit;
-    i32 ids = page + lane < end ? table[page + lane] : 0;
-    for (u32 start = page; start < end; start += WARP) {
-      const i32 ids_ahead = start + WARP + lane < end ? table[start + WARP + lane] : 0;
-      for (; page < end && page < start + WARP; page += 2, count++) {
-        const i32 id = __shfl_sync(ALL_LANES, ids, page - start);
-        const i32 next = __shfl_sync(ALL_LANES, ids, page + 1 - start);
-        if (lane != 0) continue;
-        const u32 stage = count % STAGES;
-        Barrier* full = &shared->page_full[stage];
-        barrier_wait(&shared->page_empty[stage], count / STAGES % 2 ^ 1);
-        const bool last = page + 2 * GROUPS >= end, both = page + 1 < end;
-        shared->notes[stage] = {work.segment.row, work.segment.rows, page * PAGE_TOKENS,
-                                work.sequence << 1 | last};
-        barrier_arrive_expecting(full, both ? 2 * PAGE_BYTES : PAGE_BYTES);
-        copy_to_shared(shared->pages[stage][0], a.pages + u64(u32(id)) * PAGE_BYTES, PAGE_BYTES, full);
-        if (both)
-          copy_to_shared(shared->pages[stage][1], a.pages + u64(u32(next)) * PAGE_BYTES, PAGE_BYTES,
-                         full);
-      }
-      ids = ids_ahead;
+// Send for the pages of a segment's units. Returns how many units were sent for before and now.
+DEVICE u32 bring_pages(const PrefillArguments& a, Shared* shared, const Work& work, u32 row,
+                       u32 count, u32 lane) {
+  const u32 pages = ceil_div(work.segment.tokens, PAGE_TOKENS);
+  const i32* table = a.block_tables + u64(u32(a.rows.requests[row])) * a.blocks;
+  const u32 end = smaller(2 * (work.unit + work.units), pages);
+  u32 page = 2 * work.unit;
+  i32 ids = page + lane < end ? table[page + lane] : 0;
+  for (u32 start = page; start < end; start += WARP) {
+    const i32 ids_ahead = start + WARP + lane < end ? table[start + WARP + lane] : 0;
+    for (; page < end && page < start + WARP; page += 2, count++) {
+      const i32 id = __shfl_sync(ALL_LANES, ids, page - start);
+      const i32 next = __shfl_sync(ALL_LANES, ids, page + 1 - start);
+      if (lane != 0) continue;
+      const u32 stage = count % STAGES;
+      Barrier* full = &shared->page_full[stage];
+      barrier_wait(&shared->page_empty[stage], count / STAGES % 2 ^ 1);
+      const bool last = page + 2 * GROUPS >= end, both = page + 1 < end;
+      shared->notes[stage] = {row, work.segment.rows, page * PAGE_TOKENS,
+                              work.sequence << 1 | last};
+      barrier_arrive_expecting(full, both ? 2 * PAGE_BYTES : PAGE_BYTES);
+      u8(*to)[PAGE_BYTES] = shared->pages[stage];
+      copy_to_shared(to[0], a.pages + u64(u32(id)) * PAGE_BYTES, PAGE_BYTES, full);
+      if (both) copy_to_shared(to[1], a.pages + u64(u32(next)) * PAGE_BYTES, PAGE_BYTES, full);
     }
+    ids = ids_ahead;
   }
+  return count;
+}
+
+// Send for everything, in the order in which the groups take it. One warp.
+template <u32 HEADS, bool PREFETCH>
+DEVICE void bring(const PrefillArguments& a, const InterArguments* prefetch, Shared* shared,
+                  u32 lane) {
+  u32 count = 0;
+  for_works<PREFETCH>(a.rows, lane, [&](const Work& work, u32 first) {
+    wait_for_previous_kernel();
+    const u32 row = first + work.segment.row;
+    bring_queries<HEADS, PREFETCH>(a, prefetch, shared, work, row, lane);
+    count = bring_pages(a, shared, work, row, count, lane);
+  });
   if (lane != 0) return;
   for (u32 end = count + GROUPS; count < end; count++) {
     const u32 stage = count % STAGES;
@@ -109,6 +158,17 @@ DEVICE void bring(const PrefillArguments& a, Shared* shared, u32 lane) {
     shared->notes[stage] = {0, 0, 0, 0};
     barrier_arrive(&shared->page_full[stage]);
   }
+}
+
+// Add up over the grid what was counted. One warp.
+DEVICE void flush_bins(const InterArguments& a, Shared* shared, u32 lane) {
+  for_works<true>(a.rows, lane, [&](const Work& work, u32 first) {
+    const u32 stage = work.sequence % QUERY_STAGES;
+    barrier_wait(&shared->query_empty[stage], work.sequence / QUERY_STAGES % 2);
+    publish(a, work, first, &shared->bins[stage][0][0], lane, [&] {
+      if (lane == 0) barrier_arrive(&shared->flushed[stage]);
+    });
+  });
 }
 
 // What no unit covers: -inf. Warps of every block.
@@ -181,7 +241,7 @@ DEVICE void load_weights(float (&weights)[HEADS / 4], const u8* image, u32 lane)
 }
 
 // The units of one warpgroup.
-template <u32 HEADS>
+template <u32 HEADS, bool PREFETCH>
 DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u32 thread) {
   constexpr u64 NEXT_QUERY = image_bytes(HEADS) >> 4;  // in a descriptor
   const u32 lane = thread % WARP, width = a.rows.contexts.width;
@@ -219,7 +279,10 @@ DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u3
       wait_for_products<0>(right, right_keys);
       const Sums of_right = sum_heads<HEADS>(right, weights);
       const float sum = sum_of_quad(of_left, of_right, lane) * scale;
-      if (exists) *out = position < shared->tokens[at][row] ? sum : bits_float(MINUS_INFINITY);
+      const bool inside = position < shared->tokens[at][row];
+      if (exists) *out = inside ? sum : bits_float(MINUS_INFINITY);
+      if (PREFETCH && inside)
+        atomicAdd(&shared->bins[at][row][bin_of(sum, shared->shifts[at])], 1u);
       out += width;
     }
     __syncwarp();
@@ -227,10 +290,8 @@ DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u3
   }
 }
 
-template <u32 HEADS>
-DEVICE void prefill_scores(const PrefillArguments& a) {
-  Shared* shared = reinterpret_cast<Shared*>(shared_memory());
-  const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
+template <bool PREFETCH>
+DEVICE void begin_block(Shared* shared, u32 thread) {
   if (thread < STAGES) {
     barrier_init(&shared->page_full[thread], 1);
     barrier_init(&shared->page_empty[thread], GROUP_WARPS);
@@ -238,21 +299,64 @@ DEVICE void prefill_scores(const PrefillArguments& a) {
   if (thread < QUERY_STAGES) {
     barrier_init(&shared->query_full[thread], 1);
     barrier_init(&shared->query_empty[thread], SCORING_WARPS);
+    if (PREFETCH) barrier_init(&shared->flushed[thread], 1);
   }
   barrier_init_done();
-  block_sync();
-  if (warp < SCORING_WARPS) {
-    take_registers<MATH_REGISTERS>();
-    score_units<HEADS>(a, shared, warp / GROUP_WARPS, thread);
-    return;
+  if (PREFETCH) {
+    if (thread == 0) shared->done = 0;
+    u32* bins = &shared->bins[0][0][0];
+    for (u32 at = thread; at < QUERY_STAGES * TILE_ROWS * BINS; at += THREADS) bins[at] = 0;
   }
-  give_registers<OTHER_REGISTERS>();
-  if (warp == SCORING_WARPS)
-    bring<HEADS>(a, shared, lane);
-  else
-    fill_rest(a, block_index() + grid_size() * (warp - SCORING_WARPS - 1),
-              grid_size() * (THREADS / WARP - SCORING_WARPS - 1), lane);
+  block_sync();
 }
 
-KERNEL(THREADS, 1) void prefill_scores_64(ARGUMENTS PrefillArguments a) { prefill_scores<64>(a); }
-KERNEL(THREADS, 1) void prefill_scores_32(ARGUMENTS PrefillArguments a) { prefill_scores<32>(a); }
+template <u32 HEADS, bool PREFETCH>
+DEVICE void prefill_scores(const PrefillArguments& a, const InterArguments* prefetch) {
+  Shared* shared = reinterpret_cast<Shared*>(shared_memory());
+  const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
+  begin_block<PREFETCH>(shared, thread);
+  if (warp < SCORING_WARPS) {
+    take_registers<scoring_registers(PREFETCH)>();
+    score_units<HEADS, PREFETCH>(a, shared, warp / GROUP_WARPS, thread);
+    if (PREFETCH && lane == 0) atomicAdd(&shared->done, 1u);
+    return;
+  }
+  give_registers<other_registers(PREFETCH)>();
+  if (warp == SCORING_WARPS) {
+    bring<HEADS, PREFETCH>(a, prefetch, shared, lane);
+  } else if (PREFETCH && warp == SCORING_WARPS + 1) {
+    flush_bins(*prefetch, shared, lane);
+  } else {
+    constexpr u32 FIRST = SCORING_WARPS + (PREFETCH ? 2 : 1), FILLING = THREADS / WARP - FIRST;
+    const u32 mine = block_index() + grid_size() * (warp - FIRST);
+    fill_rest(a, mine, grid_size() * FILLING, lane);
+    if (PREFETCH) {
+      wait_for_previous_kernel();
+      fetch_waves(*prefetch, &shared->waves[warp - FIRST], mine, grid_size() * FILLING, lane, [=] {
+        const u32 done = lane == 0 ? load_from_block(&shared->done) : 0;
+        return __shfl_sync(ALL_LANES, done, 0) == SCORING_WARPS;
+      });
+    }
+  }
+}
+
+KERNEL(THREADS, 1) void prefill_scores_64(ARGUMENTS PrefillArguments a) {
+  prefill_scores<64, false>(a, nullptr);
+}
+KERNEL(THREADS, 1) void prefill_scores_32(ARGUMENTS PrefillArguments a) {
+  prefill_scores<32, false>(a, nullptr);
+}
+KERNEL(THREADS, 1) void prefill_prefetching_64(ARGUMENTS PrefetchingArguments a) {
+  prefill_scores<64, true>(a.scores, &a.prefetch);
+}
+KERNEL(THREADS, 1) void prefill_prefetching_32(ARGUMENTS PrefetchingArguments a) {
+  prefill_scores<32, true>(a.scores, &a.prefetch);
+}
+
+// What the waves want and is still absent, once all are scored.
+KERNEL(THREADS, 1) void prefill_fetch_late(ARGUMENTS InterArguments a) {
+  const u32 thread = thread_index(), warp = thread / WARP;
+  WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared_memory()) + warp;
+  fetch_waves(a, notes, warp * grid_size() + block_index(), THREADS / WARP * grid_size(),
+              thread % WARP, [] { return false; });
+}

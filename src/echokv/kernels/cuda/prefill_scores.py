@@ -13,8 +13,15 @@ from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.cuda.schedule import Contexts, Rows
 
 MODULE = CudaModule("prefill_scores", threads=512)
-KERNELS = ("prefill_scores_32", "prefill_scores_64")
-SHARED_BYTES = 219_904
+KERNELS = (
+    "prefill_scores_32",
+    "prefill_scores_64",
+    "prefill_prefetching_32",
+    "prefill_prefetching_64",
+    "prefill_fetch_late",
+)
+SHARED_BYTES = 202_976
+"""Shared in prefill_scores.cu, without what only prefetching needs."""
 
 
 class PrefillArguments(Arguments):

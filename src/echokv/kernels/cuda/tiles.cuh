@@ -52,7 +52,8 @@ DEVICE u32 units_of_tile(const Rows& rows, u32 tile) {
 }
 
 // Units of one segment that a block takes: `for (Work work = first_work(...); work.units != 0;
-// next_work(...))`. Called by whole warps; every lane gets the same.
+// next_work(...))`. Called by whole warps; every lane gets the same. Works are numbered from
+// `sequence` on.
 struct Work {
   Segment segment;
   u32 unit, units;  // the first, and how many; 0: past the end
@@ -74,7 +75,7 @@ DEVICE void find_work(const Rows& rows, Work* work) {
   }
 }
 
-DEVICE Work first_work(const Rows& rows, u32 block, u32 blocks, u32 lane) {
+DEVICE Work first_work(const Rows& rows, u32 block, u32 blocks, u32 lane, u32 sequence = 0) {
   const u32 tiles = ceil_div(rows.contexts.rows, TILE_ROWS);
   const u32 of_first_tiles = units_of_tile(rows, lane);
   u32 mine = of_first_tiles;
@@ -82,7 +83,7 @@ DEVICE Work first_work(const Rows& rows, u32 block, u32 blocks, u32 lane) {
   const u32 total = __reduce_add_sync(ALL_LANES, mine);
   const u32 first = u32(u64(total) * block / blocks);
   const u32 last = u32(u64(total) * (block + 1) / blocks);
-  Work work = {{0, 0, 0}, 0, 0, last - first, 0};
+  Work work = {{0, 0, 0}, 0, 0, last - first, sequence};
   if (first == last) return work;
   u32 passed = 0;
   for (u32 tile = 0;; tile += WARP) {
