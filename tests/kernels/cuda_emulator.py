@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echokv.kernels.cuda import fetch_ahead, index_scores, recall, schedule, topk
+from echokv.kernels.cuda import (
+    fetch_ahead,
+    index_scores,
+    prefill_prefetch,
+    recall,
+    schedule,
+    topk,
+)
 from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.fused_layer import FusedLayer
@@ -69,6 +76,16 @@ class TilingRun(Arguments):
         ("rows", schedule.Rows),
         *((name, ctypes.c_void_p) for name in ("works", "covered")),
         ("most", ctypes.c_uint32),
+    )
+
+
+class InterRun(Arguments):
+    """See emulated.cc."""
+
+    _fields_ = (
+        ("prefetch", prefill_prefetch.InterArguments),
+        *((name, ctypes.c_void_p) for name in ("given", "scores")),
+        *((name, ctypes.c_uint32) for name in ("scoring", "fetching")),
     )
 
 
@@ -239,6 +256,34 @@ class Emulator:
             host_slots=host_slots, scores=found, counts=counts, layer=layer, arguments=prefetch
         )
         return found_here, shares
+
+    def inter_prefetch(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        request_rows: Tensor,
+        block_tables: Tensor,
+        shifts: Tensor,
+        layer: FusedLayer,
+        *,
+        k: int,
+        most: int,
+        blocks: int = 3,
+        scoring: int = 2,
+        fetching: int = 2,
+    ) -> prefill_prefetch.InterPrefetch:
+        """What `prefill_scores_prefetch` does with scores."""
+        made = torch.full_like(scores, torch.nan)
+        found = prefill_prefetch.inter_prefetch(
+            made, context_lens, request_rows, block_tables, shifts, layer, k=k, most=most
+        )
+        arguments = InterRun(found.arguments, pointer(scores), pointer(made), scoring, fetching)
+        self._library.run_inter(blocks, self._next(), ctypes.byref(arguments))
+        return found
+
+    def inter_fetch_late(self, prefetch: prefill_prefetch.InterPrefetch) -> None:
+        """`fetch_late` of `prefill_prefetch`."""
+        self._library.run_inter_late(2, self._next(), ctypes.byref(prefetch.arguments))
 
     fetches_rows_of = staticmethod(fetch_ahead.fetches_rows_of)
 

@@ -1,6 +1,5 @@
 // The kernels of kernels/cuda as a shared library for Python: same arguments, one CPU thread.
-#include "prefetch.cuh"
-#include "tiles.cuh"
+#include "prefill_prefetch.cuh"
 #include "topk.cu"
 namespace recall {
 #include "recall.cu"
@@ -87,6 +86,81 @@ static void kernel(const Arguments& a) {
 }
 }  // namespace tiling
 
+// What prefill_scores.cu does around its header: here warps score by copying scores that are given.
+namespace inter {
+struct Arguments {
+  InterArguments prefetch;
+  const float* given;  // [rows, width]
+  float* scores;       // [rows, width] out
+  u32 scoring, fetching;
+};
+struct Shared {
+  u32 bins[TILE_ROWS][SCORE_BINS];
+  u32 arrived, flushed, done;
+};
+
+static void score_work(const Arguments& a, Shared* shared, const Work& work, u32 first, u32 warp,
+                       u32 lane) {
+  const Rows& rows = a.prefetch.rows;
+  for (u32 unit = work.unit; unit < work.unit + work.units; unit++) {
+    if (unit % a.scoring != warp) continue;
+    for (u32 i = 0; i < work.segment.rows; i++) {
+      const u32 row = first + work.segment.row + i;
+      for (u32 at = unit * UNIT_TOKENS + lane; at < (unit + 1) * UNIT_TOKENS; at += WARP) {
+        if (at >= tokens_of(rows.contexts, row)) continue;
+        const float score = a.given[u64(row) * rows.contexts.width + at];
+        a.scores[u64(row) * rows.contexts.width + at] = score;
+        const float shift = a.prefetch.shifts[rows.requests[row]];
+        atomicAdd(&shared->bins[i][bin_of(score, shift)], 1u);
+      }
+    }
+  }
+}
+
+static void wait_until(const u32* counter, u32 least) {
+  while (load_from_block(counter) < least) pause();
+}
+
+static void kernel(const Arguments& a) {
+  Shared* shared = reinterpret_cast<Shared*>(shared_memory());
+  const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
+  const InterArguments& prefetch = a.prefetch;
+  for (u32 at = thread; at < sizeof(Shared) / 4; at += (a.scoring + 1 + a.fetching) * WARP)
+    reinterpret_cast<u32*>(shared)[at] = 0;
+  block_sync();
+  if (warp < a.scoring) {
+    for_works<true>(prefetch.rows, block_index(), grid_size(), lane, [&](const Work& work, u32 first) {
+      wait_until(&shared->flushed, work.sequence);
+      score_work(a, shared, work, first, warp, lane);
+      warp_sync();
+      if (lane == 0) atomicAdd(&shared->arrived, 1u);
+    });
+    if (lane == 0) atomicAdd(&shared->done, 1u);
+  } else if (warp == a.scoring) {
+    for_works<true>(prefetch.rows, block_index(), grid_size(), lane, [&](const Work& work, u32 first) {
+      wait_until(&shared->arrived, a.scoring * (work.sequence + 1));
+      publish(prefetch, work, first, &shared->bins[0][0], lane, [&] {
+        if (lane == 0) store_to_block(&shared->flushed, work.sequence + 1);
+      });
+    });
+  } else {
+    WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared + 1) + warp - a.scoring - 1;
+    const u32 mine = block_index() + grid_size() * (warp - a.scoring - 1);
+    fetch_waves(prefetch, notes, mine, grid_size() * a.fetching, lane, [&] {
+      const u32 done = lane == 0 ? load_from_block(&shared->done) : 0;
+      return __shfl_sync(ALL_LANES, done, 0) == a.scoring;
+    });
+  }
+}
+
+static void fetch_late(const InterArguments& a) {
+  const u32 warp = thread_index() / WARP;
+  WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared_memory()) + warp;
+  fetch_waves(a, notes, block_index() + grid_size() * warp, grid_size() * 2, thread_index() % WARP,
+              [] { return false; });
+}
+}  // namespace inter
+
 namespace ahead {
 #include "fetch_ahead.cu"
 }
@@ -102,6 +176,15 @@ void run_prefetch(u32 blocks, u32 seed, const prefetching::Arguments* a) {
 }
 void run_tiling(u32 blocks, u32 seed, const tiling::Arguments* a) {
   emulated::launch(blocks, 1, WARP, 1, 16, seed, [=] { tiling::kernel(*a); });
+}
+void run_inter(u32 blocks, u32 seed, const inter::Arguments* a) {
+  const u32 shared = sizeof(inter::Shared) + a->fetching * sizeof(WaveNotes);
+  emulated::launch(blocks, 1, (a->scoring + 1 + a->fetching) * WARP, 1, shared, seed,
+                   [=] { inter::kernel(*a); });
+}
+void run_inter_late(u32 blocks, u32 seed, const InterArguments* a) {
+  emulated::launch(blocks, 1, 2 * WARP, 1, 2 * sizeof(WaveNotes), seed,
+                   [=] { inter::fetch_late(*a); });
 }
 void run_fetch_late(u32 blocks, u32 warps, u32 seed, const PrefetchArguments* a) {
   emulated::launch(blocks, 1, warps * WARP, 1, 16, seed, [=] {

@@ -22,8 +22,9 @@
 #include "prefetch.cuh"
 #include "tiles.cuh"
 
-constexpr u32 BINS = 256;
+constexpr u32 SCORE_BINS = 256;
 constexpr u32 WAVE_ROWS = 64;   // of whole tiles, at most 2 * WARP
+constexpr u32 ROTATION = 37;    // of the blocks' shares, from wave to wave: some are a unit longer
 constexpr u32 COLUMNS = 128;    // that a fetching warp looks at at once: four a lane
 constexpr u32 ROWS_AT_ONCE = 4;  // whose scores a lane asks for at once
 constexpr u32 CLAIMS_AT_ONCE = 4;
@@ -32,7 +33,7 @@ constexpr u32 NOTHING_REACHES = 0x7fc00000u;  // NaN
 struct InterArguments {
   PrefetchArguments fetch;  // of which: the layer, and host_slots [most], -1 at first: the fetched
   const float* shifts;      // [requests], predicted k-th scores
-  u32* histograms;          // [rows, BINS], 0 at first
+  u32* histograms;          // [rows, SCORE_BINS], 0 at first
   u32* scored;              // [rows], 0 at first: units of the segment that begins there
   u32* ready;               // [waves], 0 at first: segments
   float* bounds;            // [rows] out
@@ -56,36 +57,50 @@ DEVICE Rows wave_of(const Rows& rows, u32 wave) {
 }
 DEVICE u32 waves_of(const Rows& rows) { return ceil_div(rows.contexts.rows, WAVE_ROWS); }
 
+// Everything that a block scores, in order: `body(work, first)`, where the work's rows are counted
+// from `first` on. In waves, or all rows as one. Whole warps.
+template <bool IN_WAVES, typename Body>
+DEVICE void for_works(const Rows& rows, u32 block, u32 blocks, u32 lane, Body body) {
+  const u32 waves = IN_WAVES ? waves_of(rows) : 1;
+  u32 sequence = 0;
+  for (u32 wave = 0; wave < waves; wave++) {
+    const Rows mine = IN_WAVES ? wave_of(rows, wave) : rows;
+    Work work = first_work(mine, (block + wave * ROTATION) % blocks, blocks, lane, sequence);
+    for (; work.units != 0; next_work(mine, &work)) body(work, wave * WAVE_ROWS);
+    sequence = work.sequence;
+  }
+}
+
 // The least score less shift of which all that reach it are among the k highest: where the bin of
 // the k-th ends. One warp, whose lanes hold eight bins each, the highest first.
 DEVICE float bound_of(const u32* histogram, u32 k, u32 lane) {
-  u32 counts[BINS / WARP], sum = 0, total;
+  u32 counts[SCORE_BINS / WARP], sum = 0, total;
 #pragma unroll
-  for (u32 i = 0; i < BINS / WARP; i++) {
+  for (u32 i = 0; i < SCORE_BINS / WARP; i++) {
     counts[i] = u32(load_shared_value(
-        reinterpret_cast<const i32*>(histogram) + BINS - 1 - lane * (BINS / WARP) - i));
+        reinterpret_cast<const i32*>(histogram) + SCORE_BINS - 1 - lane * (SCORE_BINS / WARP) - i));
     sum += counts[i];
   }
   u32 above = lanes_before(sum, lane, &total);
   u32 bin = 0;  // 1 + that of the k-th, in the one lane that has it
 #pragma unroll
-  for (u32 i = 0; i < BINS / WARP; i++) {
-    if (above < k && above + counts[i] >= k) bin = BINS - lane * (BINS / WARP) - i;
+  for (u32 i = 0; i < SCORE_BINS / WARP; i++) {
+    if (above < k && above + counts[i] >= k) bin = SCORE_BINS - lane * (SCORE_BINS / WARP) - i;
     above += counts[i];
   }
   bin = __reduce_max_sync(ALL_LANES, bin);
   if (total < k) return bits_float(0xff800000u);  // all of them
-  return bin == BINS ? bits_float(NOTHING_REACHES) : bits_float(order_bits(bin << 24));
+  return bin == SCORE_BINS ? bits_float(NOTHING_REACHES) : bits_float(order_bits(bin << 24));
 }
 
-// What a run of units has counted; one warp. `bins` [rows, BINS] are zero afterwards. `released`
+// What a run of units has counted; one warp. `bins` [rows, SCORE_BINS] are zero afterwards. `released`
 // is called once they are.
 template <typename Released>
 DEVICE void publish(const InterArguments& a, const Work& work, u32 first_row, u32* bins, u32 lane,
                     Released released) {
   const u32 row = first_row + work.segment.row, rows = work.segment.rows;
-  u32* histograms = a.histograms + u64(row) * BINS;
-  for (u32 at = lane; at < rows * BINS; at += WARP) {
+  u32* histograms = a.histograms + u64(row) * SCORE_BINS;
+  for (u32 at = lane; at < rows * SCORE_BINS; at += WARP) {
     const u32 count = bins[at];
     if (count == 0) continue;
     atomicAdd(histograms + at, count);
@@ -100,7 +115,7 @@ DEVICE void publish(const InterArguments& a, const Work& work, u32 first_row, u3
   if (before + work.units != units_of(work.segment)) return;
   device_fence();
   for (u32 i = 0; i < rows; i++) {
-    const float bound = bound_of(histograms + i * BINS, a.k, lane);
+    const float bound = bound_of(histograms + i * SCORE_BINS, a.k, lane);
     if (lane == 0) a.bounds[row + i] = bound;
   }
   device_fence();

@@ -123,39 +123,57 @@ def prefill_scores_prefetch(
             f" rows of whole sixteen-byte words, got {fmt}, {heads} heads and rows of"
             f" {layer.device_rows.shape[1]} B"
         )
+    out = torch.empty((rows, score_width(max_context_len)), device=device)
+    found = inter_prefetch(
+        out, context_lens, request_rows, block_tables, shifts, layer, k=k, most=most
+    )
+    if rows:
+        images = quantise_query(query, weights)
+        scores = PrefillArguments(
+            pointer(images), pointer(pages), pointer(block_tables), found.arguments.rows,
+            pointer(out), block_tables.shape[1],
+        )  # fmt: skip
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        MODULE.launch(
+            f"prefill_prefetching_{heads}", PrefetchingArguments(scores, found.arguments), device,
+            blocks=sms, shared_bytes=SHARED_BYTES, early=True,
+        )  # fmt: skip
+    return out, found
+
+
+def inter_prefetch(
+    scores: Tensor,
+    context_lens: Tensor,
+    request_rows: Tensor,
+    block_tables: Tensor,
+    shifts: Tensor,
+    layer: FusedLayer,
+    *,
+    k: int,
+    most: int,
+) -> InterPrefetch:
+    """What a kernel gets that makes scores [T, W]; the rest as for `prefill_scores_prefetch`."""
     if most < 1 or k < 1:
         raise ValueError(f"most and k must be at least 1, got {most} and {k}")
-    out = torch.empty((rows, score_width(max_context_len)), device=device)
+    (rows, width), device = scores.shape, scores.device
     host_slots = torch.full((most,), NO_SLOT, dtype=torch.int32, device=device)
     bounds = torch.empty(rows, device=device)
     waves = -(-rows // WAVE_ROWS)
     counts = torch.zeros(rows * (BINS + 1) + waves + 1, dtype=torch.int32, device=device)
     histograms, scored, ready, listed = counts.split([rows * BINS, rows, waves, 1])
-    contexts = Rows(Contexts(pointer(context_lens), rows, out.shape[1]), pointer(request_rows))
     fetch = PrefetchArguments(layer=layer_of(layer), host_slots=pointer(host_slots), most=most)
     arguments = InterArguments(
         fetch, pointer(shifts), pointer(histograms), pointer(scored), pointer(ready),
-        pointer(bounds), pointer(listed), pointer(block_tables), pointer(out), contexts,
+        pointer(bounds), pointer(listed), pointer(block_tables), pointer(scores),
+        Rows(Contexts(pointer(context_lens), rows, width), pointer(request_rows)),
         block_tables.shape[1], k,
     )  # fmt: skip
-    found = InterPrefetch(
+    return InterPrefetch(
         host_slots=host_slots,
         bounds=bounds,
         arguments=arguments,
-        kept=(counts, out, shifts, block_tables, context_lens, request_rows, layer),
+        kept=(counts, scores, shifts, block_tables, context_lens, request_rows, layer),
     )
-    if rows:
-        images = quantise_query(query, weights)
-        scores = PrefillArguments(
-            pointer(images), pointer(pages), pointer(block_tables), contexts, pointer(out),
-            block_tables.shape[1],
-        )  # fmt: skip
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        MODULE.launch(
-            f"prefill_prefetching_{heads}", PrefetchingArguments(scores, arguments), device,
-            blocks=sms, shared_bytes=SHARED_BYTES, early=True,
-        )  # fmt: skip
-    return out, found
 
 
 def fetch_late(prefetch: InterPrefetch) -> None:

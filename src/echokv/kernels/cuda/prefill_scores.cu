@@ -27,7 +27,6 @@ constexpr u32 MINUS_INFINITY = 0xff800000u;
 // Registers of a thread in a warpgroup that multiplies, and in the other.
 DEVICE constexpr u32 scoring_registers(bool prefetch) { return prefetch ? 136 : 160; }
 DEVICE constexpr u32 other_registers(bool prefetch) { return prefetch ? 104 : 32; }
-constexpr u32 ROTATION = 37;  // of the blocks' shares from wave to wave
 
 // A query as quantise_query leaves it: its bytes, then the weight of each head.
 DEVICE constexpr u32 image_bytes(u32 heads) { return heads * (DIM + 4); }
@@ -48,7 +47,7 @@ struct Shared {
   Barrier query_full[QUERY_STAGES], query_empty[QUERY_STAGES];
   // From here on only with prefetch.
   Barrier flushed[QUERY_STAGES];
-  u32 bins[QUERY_STAGES][TILE_ROWS][BINS];
+  u32 bins[QUERY_STAGES][TILE_ROWS][SCORE_BINS];
   WaveNotes waves[FETCHING_WARPS];
   float shifts[QUERY_STAGES];
   u32 done;  // scoring warps that have no more to do
@@ -57,7 +56,7 @@ struct Shared {
 
 // What prefill_scores.py asks for.
 constexpr u32 FOR_PREFETCH = sizeof(Barrier) * QUERY_STAGES +
-                             sizeof(u32) * QUERY_STAGES * TILE_ROWS * BINS +
+                             sizeof(u32) * QUERY_STAGES * TILE_ROWS * SCORE_BINS +
                              sizeof(WaveNotes) * FETCHING_WARPS + sizeof(u32) * (QUERY_STAGES + 2);
 static_assert(sizeof(Shared) == 220416, "PREFETCHING_SHARED_BYTES");
 static_assert(sizeof(Shared) - FOR_PREFETCH == 202976, "SHARED_BYTES");
@@ -75,21 +74,6 @@ struct PrefetchingArguments {
   PrefillArguments scores;
   InterArguments prefetch;
 };
-
-// Everything that this block scores, in order: `body(work, first)`, where rows of the work are
-// counted from `first` on. Whole warps.
-template <bool PREFETCH, typename Body>
-DEVICE void for_works(const Rows& rows, u32 lane, Body body) {
-  const u32 waves = PREFETCH ? waves_of(rows) : 1, blocks = grid_size();
-  u32 sequence = 0;
-  for (u32 wave = 0; wave < waves; wave++) {
-    const Rows mine = PREFETCH ? wave_of(rows, wave) : rows;
-    Work work =
-        first_work(mine, (block_index() + wave * ROTATION) % blocks, blocks, lane, sequence);
-    for (; work.units != 0; next_work(mine, &work)) body(work, wave * WAVE_ROWS);
-    sequence = work.sequence;
-  }
-}
 
 // Send for a segment's queries, and say how far each may see.
 template <u32 HEADS, bool PREFETCH>
@@ -145,7 +129,7 @@ template <u32 HEADS, bool PREFETCH>
 DEVICE void bring(const PrefillArguments& a, const InterArguments* prefetch, Shared* shared,
                   u32 lane) {
   u32 count = 0;
-  for_works<PREFETCH>(a.rows, lane, [&](const Work& work, u32 first) {
+  for_works<PREFETCH>(a.rows, block_index(), grid_size(), lane, [&](const Work& work, u32 first) {
     wait_for_previous_kernel();
     const u32 row = first + work.segment.row;
     bring_queries<HEADS, PREFETCH>(a, prefetch, shared, work, row, lane);
@@ -162,7 +146,7 @@ DEVICE void bring(const PrefillArguments& a, const InterArguments* prefetch, Sha
 
 // Add up over the grid what was counted. One warp.
 DEVICE void flush_bins(const InterArguments& a, Shared* shared, u32 lane) {
-  for_works<true>(a.rows, lane, [&](const Work& work, u32 first) {
+  for_works<true>(a.rows, block_index(), grid_size(), lane, [&](const Work& work, u32 first) {
     const u32 stage = work.sequence % QUERY_STAGES;
     barrier_wait(&shared->query_empty[stage], work.sequence / QUERY_STAGES % 2);
     publish(a, work, first, &shared->bins[stage][0][0], lane, [&] {
@@ -305,7 +289,7 @@ DEVICE void begin_block(Shared* shared, u32 thread) {
   if (PREFETCH) {
     if (thread == 0) shared->done = 0;
     u32* bins = &shared->bins[0][0][0];
-    for (u32 at = thread; at < QUERY_STAGES * TILE_ROWS * BINS; at += THREADS) bins[at] = 0;
+    for (u32 at = thread; at < QUERY_STAGES * TILE_ROWS * SCORE_BINS; at += THREADS) bins[at] = 0;
   }
   block_sync();
 }

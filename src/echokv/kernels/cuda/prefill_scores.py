@@ -1,7 +1,7 @@
 """The lightning indexer's scores of fp8 keys for passes with many rows of a request.
 
-Contract in `reference/index_scores.py`, bits of `index_scores.py`, which calls this: rows that stand
-next to each other share the keys that they read.
+Contract in `reference/index_scores.py`, bits of `index_scores.py`, which calls this: rows that
+stand next to each other share the keys that they read.
 """
 
 import ctypes
