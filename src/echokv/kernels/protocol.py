@@ -328,6 +328,15 @@ class Kernels(Fp8Kernels, ModelKernels, Protocol):
         least: int,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
+    def score_bounds(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        request_rows: Tensor,
+        shifts: Tensor,
+        k: int,
+    ) -> Tensor: ...
+
     def update_thresholds(
         self,
         request_slots: Tensor,

@@ -38,6 +38,7 @@ OPS = {
     "score_priorities": "priorities",
     "token_weights": "token_weights",
     "prefetch_candidates": "candidates",
+    "score_bounds": "score_bounds",
     "update_thresholds": "thresholds",
     "count_useful": "useful",
     "rms_norm": "norms",
