@@ -12,73 +12,13 @@ import torch
 from tests.kernels import cuda_emulator
 from tests.kernels.cache_model import layer_in_use
 from tests.kernels.cuda_emulator import Emulator
-from tests.kernels.prefetch_model import PrefetchCase, ints
+from tests.kernels.inter_model import InterCase
+from tests.kernels.prefetch_model import ints
 from tests.kernels.resident_model import LayerUnderTest
-from torch import Tensor
-
-from echokv.kernels.cuda.prefill_prefetch import InterPrefetch
-from echokv.kernels.reference.score_bounds import score_bounds
 
 CPU = torch.device("cpu")
 FLOOR = 4096
 pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
-
-
-class InterCase(PrefetchCase):
-    """Chunks of several requests over a layer of the cache.
-
-    Args:
-        under_test: the layer.
-        chunks: (context, queries) of each request; the first blocks of all are the same.
-        rng: of everything random.
-        shared: how many blocks.
-    """
-
-    def __init__(
-        self,
-        under_test: LayerUnderTest,
-        chunks: list[tuple[int, int]],
-        rng: random.Random,
-        shared: int = 1,
-    ) -> None:
-        ids = rng.sample(
-            range(under_test.model.host_slots // 64), under_test.model.host_slots // 64
-        )
-        common, own = ids[:shared], ids[shared:]
-        counts = [-(-context // 64) for context, _ in chunks]
-        tables = torch.full((len(chunks), max(1, *counts)), -1, dtype=torch.int32)
-        lens, requests = [], []
-        for request, ((context, queries), count) in enumerate(zip(chunks, counts, strict=True)):
-            table = (common + [own.pop() for _ in range(max(0, count - shared))])[:count]
-            tables[request, :count] = ints(table)
-            lens += range(context - queries + 1, context + 1)
-            requests += [request] * queries
-        super().__init__(under_test, lens, tables, requests, rng)
-        self.shifts = torch.full((len(chunks),), 0.8)
-
-    def bounds(self, k: int) -> Tensor:
-        """By the reference."""
-        rows = ints(self.request_rows)
-        return score_bounds(self.scores, ints(self.lens), rows, self.shifts, k)
-
-    def wanted(self, k: int) -> set[int]:
-        """Host slots that some row's bound lets in."""
-        found = set()
-        for row, (length, bound) in enumerate(zip(self.lens, self.bounds(k), strict=True)):
-            request = self.request_rows[row]
-            shifted = self.scores[row, :length] - self.shifts[request]
-            table = self.tables[request].tolist()
-            positions = (shifted >= bound).nonzero().squeeze(1).tolist()
-            assert length < k or len(positions) < k
-            found |= {table[at // 64] * 64 + at % 64 for at in positions}
-        return found
-
-    def check_fetched(self, found: InterPrefetch, ready: list[int], before: object) -> set[int]:
-        """Only wanted rows have moved, each once, and the layer is what they come to."""
-        fetched = found.host_slots[found.host_slots >= 0].tolist()
-        assert len(set(fetched)) == len(fetched), "fetched twice"
-        self._check_state(before, ready, FLOOR, set(fetched))  # type: ignore[arg-type]
-        return set(fetched)
 
 
 def prefetch(
@@ -92,18 +32,12 @@ def prefetch(
         case.scores, ints(case.lens), ints(case.request_rows), case.tables, case.shifts,
         case.fused_layer(FLOOR, slots), k=k, most=most, **how,
     )  # fmt: skip
-    bounds = case.bounds(k)
-    live = ints(case.lens) > 0
-    same = (found.bounds == bounds) | (found.bounds.isnan() & bounds.isnan())
-    assert same[live].all()
-    early = case.check_fetched(found, ready, before)
+    case.check_bounds(found, k)
+    early = case.check_fetched(found, ready, FLOOR, before)
     emulator.inter_fetch_late(found)
-    fetched = case.check_fetched(found, ready, before)
-    wanted = case.wanted(k)
-    assert early <= fetched <= wanted and len(fetched) <= most
-    if len(wanted) <= most:
-        held = {owner for owner, _ in before.held.values()}
-        assert fetched >= wanted - held, "left absent"
+    fetched = case.check_fetched(found, ready, FLOOR, before)
+    case.check_all(fetched, before, k, most)
+    assert early <= fetched
     return early, fetched
 
 
