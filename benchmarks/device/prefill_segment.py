@@ -7,8 +7,11 @@ The product's own path, captured as a graph so that the CPU's time doesn't count
 for the last queries of one request, then `CacheManager.make_resident` for all of them. Keys are
 random.
 
-    off  all queries are scored, then selected, then recalled
-    on   in query blocks; a block's rows are recalled while the next is scored
+    off          all queries are scored, then selected, then recalled
+    on           in query blocks; a block's rows are recalled while the next is scored
+    fused        rows above a histogram's bound move while later queries are scored
+                 (`prefill_scores_prefetch`; --backend cuda)
+    fused, late  and beside the top-k
 
 `random` queries have nothing in common, so that nearly the whole context is selected; `overlapping`
 ones are one query with a little noise, as neighbours in a text are. A share of the context is
@@ -33,8 +36,11 @@ from echokv.cache.batch import ForwardBatch
 from echokv.indexer import indexer as indexer_module
 from echokv.indexer import prefetch as prefetch_module
 from echokv.indexer.indexer import Indexer, Selection
+from echokv.kernels.cuda import prefill_prefetch as inter
+from echokv.memory.formats import IndexKeyFormat
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
 
+KEYS = IndexKeyFormat(name="fp8", head_dim=128)
 NOISE = {"random": 1.0, "mixed": 0.4, "overlapping": 0.05}
 """Share of a query that is its own."""
 
@@ -53,6 +59,8 @@ class PrefillCase(decode.Case):
         ).flatten().to(torch.int32)  # fmt: skip
         self.query = torch.zeros(sizes.layers, queries, sizes.heads, 128, device=device)
         self.weights = torch.zeros(sizes.layers, queries, sizes.heads, device=device)
+        # The first query's k-th score stands for that of the chunk before.
+        self.shifts = torch.zeros(sizes.layers, 1, device=device)
         positions = torch.arange(context - queries, context, **ints)
         self.batch = ForwardBatch(
             token_ids=torch.zeros(queries, dtype=torch.int64, device=device),
@@ -77,15 +85,44 @@ class PrefillCase(decode.Case):
             drawn.copy_((1 - share) * common_part.expand_as(drawn) + share * own)
         world.manager.begin_step()
         missing = []
-        for layer in range(world.sizes.layers):
+        selections = [self.selection(layer) for layer in range(world.sizes.layers)]
+        self.shifts.copy_(torch.stack([one.kth_scores[:1] for one in selections]))
+        for layer, selection in enumerate(selections):
             resident, absent = self._split(self.slots, hit, generator)
             self._fill(layer, resident, generator)
             wanted = torch.zeros(world.host.num_slots, dtype=torch.bool, device=world.device)
-            chosen = self.selection(layer).host_slots.flatten()
+            chosen = selection.host_slots.flatten()
             wanted[chosen[chosen >= 0].long()] = True
             missing.append(absent[wanted[absent.long()]])
         world.manager.begin_step()
         return missing
+
+    def run_fused(self, *, late: bool) -> list[tuple[Selection, Tensor]]:
+        """The same with rows fetched while the scores are made; selection as the indexer's."""
+        world, batch, results = self.world, self.batch, []
+        manager, topk = world.manager, world.sizes.topk
+        for layer in range(world.sizes.layers):
+            target = manager.fused_layer(layer)
+            assert target is not None
+            scores, found = inter.prefill_scores_prefetch(
+                self.query[layer], self.weights[layer], world.plain.pages[layer], KEYS,
+                batch.block_tables, batch.request_rows, batch.context_lens, batch.max_context_len,
+                self.shifts[layer], target, k=topk, most=self.context,
+            )  # fmt: skip
+            if late:
+                with manager.side.fork(scores, found):
+                    inter.fetch_late(found)
+            positions, kth = world.kernels.topk(scores, batch.context_lens, topk)
+            slots, chosen = world.kernels.name_rows(
+                positions, scores, batch.request_rows, batch.block_tables
+            )
+            selection = Selection(positions, HostSlots(slots), chosen, kth)
+            where = manager.make_resident(
+                layer, selection.host_slots, chosen, max_distinct=self.context
+            )
+            results.append((selection, where))
+        manager.end_step()
+        return results
 
     def run(self, indexer: Indexer) -> list[tuple[Selection, Tensor]]:
         """The segment in every layer."""
@@ -106,6 +143,9 @@ def measure(case: PrefillCase, kind: str, hit: float, blocks: tuple[int, ...]) -
     runs: dict[str, Callable[[], Any]] = {"off": lambda: case.run(world.plain)}
     for block in blocks:
         runs[f"on, blocks of {block}"] = lambda block=block: in_blocks(case, block)
+    if world.backend == "cuda":
+        runs["fused"] = lambda: case.run_fused(late=False)
+        runs["fused, late"] = lambda: case.run_fused(late=True)
     variants = {}
     for name, run in runs.items():
         generator.manual_seed(1)
