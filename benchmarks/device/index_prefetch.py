@@ -105,7 +105,7 @@ class Segment:
         # A replay takes names off the lists unseen: make them anew.
         ready = self.manager._ready
         assert ready is not None
-        ready._in_order = [False] * len(self.wanted)
+        ready.forget()
         self.manager.begin_step()
 
     def run(self, budget: float, late: bool = False) -> None:
@@ -141,9 +141,9 @@ class Segment:
             floor=self.manager.state.floor, device_free=state.device_free,
             priority=state.priority, device_to_host=state.device_to_host,
             host_to_device=state.host_to_device, ready=state.slot_buffer,
-            cursor=ready._cursors[layer : layer + 1], barrier=ready._barrier,
+            cursor=ready._cursors[layer], barrier=ready._barrier,
             totals=self.totals[layer], host_rows=self.host.rows[layer],
-            device_rows=self.manager.rows(layer), num_ready=self.slots,
+            device_rows=self.manager.rows(layer),
         )  # fmt: skip
 
     def check(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Sparse attention over a cache: in pieces or at once, against dense softmax in float64."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -50,9 +49,21 @@ class Recorder:
     def end_step(self) -> None:
         self.cache.end_step()
 
-    def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
+    def append(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        rows: Tensor,
+        *,
+        keep: int,
+        beside: bool = False,
+    ) -> None:
         self.calls.append(("append", keep))
-        self.cache.append(layer, host_slots, rows, keep=keep)
+        self.cache.append(layer, host_slots, rows, keep=keep, beside=beside)
+
+    def expect_recall(self, layer: int) -> None:
+        self.calls.append(("expect", layer))
+        self.cache.expect_recall(layer)
 
     def make_resident(
         self,
@@ -125,7 +136,9 @@ class World:
     ) -> None:
         self.generator = torch.Generator().manual_seed(9)
         self.cache = make_cache(pool)
-        self.attention = SparseAttention(KERNELS, self.cache, FMT, SCALE, TOPK, ahead=ahead)
+        self.attention = SparseAttention(
+            KERNELS, self.cache, FMT, SCALE, TOPK, rows_ahead=(lambda _: 3) if ahead else None
+        )
         slots = torch.randperm(HOST_SLOTS, generator=self.generator)[:100].to(torch.int32)
         self.rows = self.noise(100, 48)  # row i lives in host slot slots[i]
         for at in range(0, 100, 10):
@@ -198,7 +211,7 @@ def test_a_pass_that_fits_is_one_step() -> None:
 def test_a_step_is_told_how_many_rows_it_may_take() -> None:
     assert World(256, 7, 25).cache.most_rows == 7 * (TOPK + 1)
     assert World(100, 30, 2, context_rows=100).cache.most_rows == 100
-    assert World(256, 7, ahead=True).cache.most_rows is None
+    assert World(256, 7, ahead=True).cache.most_rows == 7 * (TOPK + 1) + 7 * 3
 
 
 def test_a_pass_of_many_entries_over_few_rows_is_one_step() -> None:
@@ -217,41 +230,6 @@ def test_a_pass_that_does_not_fit_makes_each_piece_a_step() -> None:
     world.attend(0)
     assert world.cache.calls[1:] == [step, ("resident", 4), step, ("resident", 3)]
     assert world.cache.most_rows == len(world.picked[4:].unique()) - 1  # one is -1
-
-
-@pytest.mark.parametrize("pool", [2 * TOPK, 33, 57, 62])
-def test_recalling_ahead_changes_no_bit(pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_mla, "LEAST_TOKENS_AHEAD", 1)
-    world = World(pool, 7, 25, ahead=True)
-    for layer in range(LAYERS):
-        assert torch.equal(world.attend(layer), World(None, 7, 25).attend(layer))
-    manager = world.cache.cache
-    assert isinstance(manager, CacheManager)
-    manager.check()
-
-
-def test_a_piece_finds_what_was_recalled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_mla, "LEAST_TOKENS_AHEAD", 1)
-    world = World(6 * TOPK - 1, 7, ahead=True)
-    manager = world.cache.cache
-    assert isinstance(manager, CacheManager)
-    asked: list[tuple[str, int]] = []
-    make_resident = world.cache.make_resident
-
-    def counting(*args: Any, **kwargs: Any) -> DeviceSlots:
-        before = manager.counters()[0].recalled
-        slots = make_resident(*args, **kwargs)
-        asked.append(("recalled", manager.counters()[0].recalled - before))
-        return slots
-
-    monkeypatch.setattr(world.cache, "make_resident", counting)
-    world.attend(0)
-    step = ("step", 0)
-    assert world.cache.calls[1:] == [
-        *(step, ("resident", 4), ("ahead", 3)),
-        *(step, ("resident", 3)),
-    ]
-    assert asked[0][1] > 0 and [count for _, count in asked[1:]] == [0]
 
 
 @pytest.mark.parametrize("pool", [7 * (TOPK + 1), 256])
@@ -278,14 +256,6 @@ def test_nothing_is_recalled_beside_where_it_would_not_do(pool: int | None, deco
     assert "ahead" not in {name for name, _ in world.cache.calls}
 
 
-def test_small_pieces_are_not_halved() -> None:
-    pool = 2 * sparse_mla.LEAST_TOKENS_AHEAD * TOPK
-    for slots, calls in ((pool, 2), (pool - 1, 1)):
-        world = World(slots, 20, ahead=True)
-        world.attend(0)
-        assert len({name for name, _ in world.cache.calls}) == calls + 1
-
-
 def test_new_rows_are_kept_as_far_as_the_pool_goes() -> None:
     cache = make_cache(TOPK)
     attention = SparseAttention(KERNELS, cache, FMT, SCALE, TOPK)
@@ -293,6 +263,23 @@ def test_new_rows_are_kept_as_far_as_the_pool_goes() -> None:
         batch = batch_of(torch.arange(count, dtype=torch.int32), padding=5)
         attention.append(0, torch.ones(count + 5, 32), torch.ones(count + 5, 16), batch)
     assert cache.calls == [("append", 3), ("append", TOPK)]
+
+
+def test_a_decode_step_that_may_recall_much_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for least, decode, context, calls in (
+        (7 * TOPK, True, HOST_SLOTS, 1),
+        (7 * TOPK + 1, True, HOST_SLOTS, 0),
+        (1, False, HOST_SLOTS, 0),
+        (1, True, 100, 0),  # everything fits the pool
+    ):
+        monkeypatch.setattr(sparse_mla, "LEAST_SELECTED", least)
+        cache = make_cache(100)
+        attention = SparseAttention(KERNELS, cache, FMT, SCALE, TOPK)
+        batch = batch_of(torch.arange(7, dtype=torch.int32), context_rows=context)
+        slots = torch.arange(7, dtype=torch.int32) if decode else None
+        batch = replace(batch, request_slots=slots)
+        attention.append(1, torch.ones(7, 32), torch.ones(7, 16), batch)
+        assert cache.calls[1:] == [("expect", 1)] * calls
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 32])

@@ -174,6 +174,8 @@ DEVICE void block_sync() { emulated::block_barrier(false); }
 DEVICE bool block_any(bool flag) { return emulated::block_barrier(flag); }
 
 DEVICE void wait_for_previous() {}
+DEVICE void let_next_start() {}
+DEVICE void fetch_line(const void*) {}
 
 DEVICE u32 cluster_size() { return emulated::grid->cluster; }
 DEVICE u32 cluster_rank() { return block_index() % cluster_size(); }
@@ -301,6 +303,7 @@ DEVICE void copy_async(void* to_shared, const void* from) {
 }
 DEVICE void async_wait() {}
 DEVICE Words load_row_words(const void* from) { return load_words(from); }
+DEVICE void touch_word(const void* from) { (void)*static_cast<const volatile u32*>(from); }
 DEVICE void store_row_words(void* to, Words words) { store_words(to, words); }
 DEVICE u32 float_bits(float value) {
   u32 bits;

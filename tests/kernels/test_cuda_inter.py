@@ -11,7 +11,7 @@ from tests.kernels.inter_model import InterCase
 from tests.kernels.prefetch_model import ints
 from tests.kernels.resident_model import LayerUnderTest
 
-from echokv.kernels.cuda import index_scores, recall
+from echokv.kernels.cuda import fused, index_scores
 from echokv.kernels.cuda import prefill_prefetch as inter
 from echokv.memory.formats import IndexKeyFormat
 
@@ -48,11 +48,11 @@ class OnGpu:
 
     def prefetch(self, k: int, most: int) -> set[int]:
         """Make the ready list, prefetch, check; fetch what is late, check. What came in all."""
-        case, slots = self.case, self.case.layer.model.device_slots
-        ready = case.layer.choose(recall, FLOOR, slots)
+        case = self.case
+        ready = case.layer.choose(fused, FLOOR)
         before = copy.deepcopy(case.layer.model)
         scores, found = inter.prefill_scores_prefetch(
-            *self.arguments, case.shifts.cuda(), case.fused_layer(FLOOR, slots), k=k, most=most
+            *self.arguments, case.shifts.cuda(), case.fused_layer(FLOOR), k=k, most=most
         )
         assert torch.equal(scores, self.plain)
         case.check_bounds(found, k)

@@ -11,8 +11,8 @@ from tests.kernels.prefetch_model import PrefetchCase, make_case
 from tests.kernels.resident_model import LayerUnderTest
 
 from echokv.cache.manager import CacheManager
+from echokv.kernels.cuda import fused
 from echokv.kernels.cuda import index_scores as cuda
-from echokv.kernels.cuda import recall
 from echokv.kernels.cuda.topk import topk
 from echokv.kernels.fused_layer import TOTALS, FusedLayer
 from echokv.kernels.reference.name_rows import positions_to_host_slots
@@ -68,11 +68,10 @@ class OnGpu:
     def prefetch(self, most: int, rows_per_unit: int, least: int) -> set[int]:
         """Make the ready list, prefetch, check; fetch what is late, check. What came in all."""
         case, under_test = self.case, self.case.layer
-        slots = under_test.model.device_slots
-        ready = under_test.choose(recall, FLOOR, slots)
+        ready = under_test.choose(fused, FLOOR)
         before = copy.deepcopy(under_test.model)
         tensors = (ints(case.request_slots), case.thresholds.cuda(), case.enabled.cuda())
-        layer_tensors = case.fused_layer(FLOOR, slots)
+        layer_tensors = case.fused_layer(FLOOR)
         scores, found = cuda.index_scores_prefetch(
             *self.arguments, *tensors, layer_tensors, most=most, rows_per_unit=rows_per_unit,
             least=least,
@@ -213,7 +212,6 @@ def fused_layer_of(manager: CacheManager, host: HostPool, totals: torch.Tensor) 
     return FusedLayer(
         floor=state.floor, device_free=layer.device_free, priority=layer.priority,
         device_to_host=layer.device_to_host, host_to_device=layer.host_to_device,
-        ready=layer.slot_buffer, cursor=ready._cursors[:1], barrier=ready._barrier,
+        ready=layer.slot_buffer, cursor=ready._cursors[0], barrier=ready._barrier,
         totals=totals[0], host_rows=host.rows[0], device_rows=manager.rows(0),
-        num_ready=state.device_slots,
     )  # fmt: skip

@@ -27,8 +27,7 @@ def fetch(
     blocks: int = 3,
 ) -> set[int]:
     """Make the ready list, fetch, check."""
-    slots = case.layer.model.device_slots
-    ready = case.layer.choose(emulator, FLOOR, slots)
+    ready = case.layer.choose(emulator, FLOOR)
     return fetch_from(emulator, case, ready, most, rows_per_unit, least, blocks)
 
 
@@ -43,7 +42,7 @@ def fetch_from(
 ) -> set[int]:
     rows = len(case.lens)
     before = copy.deepcopy(case.layer.model)
-    fused = case.fused_layer(FLOOR, before.device_slots)
+    fused = case.fused_layer(FLOOR)
     host_slots = torch.full((rows, most), -1, dtype=torch.int32)
     scores, counts = torch.full((rows, most), -torch.inf), torch.zeros(rows, dtype=torch.int32)
     emulator.fetch_ahead(
@@ -132,11 +131,11 @@ def test_protected_rows_stay(emulator: Emulator) -> None:
     case = make_case(rng, under_test, [300, 200])
     case.enabled.fill_(1)
     rows = case.layer
-    ready = rows.choose(emulator, FLOOR, 40)
+    ready = rows.choose(emulator, FLOOR)
     before = copy.deepcopy(rows.model)
     host_slots = torch.full((2, 30), -1, dtype=torch.int32)
     counts = torch.zeros(2, dtype=torch.int32)
-    fused, scores = case.fused_layer(FLOOR, 40), torch.full((2, 30), -torch.inf)
+    fused, scores = case.fused_layer(FLOOR), torch.full((2, 30), -torch.inf)
     emulator.fetch_ahead(
         case.scores, ints(case.lens), case.tables, ints(case.request_rows),
         ints(case.request_slots), case.thresholds, case.enabled, fused, host_slots, scores, counts,

@@ -25,12 +25,11 @@ def prefetch(
     emulator: Emulator, case: InterCase, k: int, most: int, **how: int
 ) -> tuple[set[int], set[int]]:
     """Prefetch, check; fetch what is late, check. What came early, and what came in all."""
-    slots = case.layer.model.device_slots
-    ready = case.layer.choose(emulator, FLOOR, slots)
+    ready = case.layer.choose(emulator, FLOOR)
     before = copy.deepcopy(case.layer.model)
     found = emulator.inter_prefetch(
         case.scores, ints(case.lens), ints(case.request_rows), case.tables, case.shifts,
-        case.fused_layer(FLOOR, slots), k=k, most=most, **how,
+        case.fused_layer(FLOOR), k=k, most=most, **how,
     )  # fmt: skip
     case.check_bounds(found, k)
     early = case.check_fetched(found, ready, FLOOR, before)

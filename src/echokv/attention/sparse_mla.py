@@ -5,6 +5,8 @@ holds, it attends in pieces of fewer tokens (`attention/pieces.py`), and any poo
 slots works. A decode step always fits, so that nothing in it waits for the device.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from echokv.attention.pieces import Piece, plan_pieces
@@ -16,8 +18,9 @@ from echokv.kernels.protocol import Kernels
 from echokv.memory.formats import RowFormat
 from echokv.memory.slots import DeviceSlots, HostSlots
 
-LEAST_TOKENS_AHEAD = 8
-"""Tokens of a piece below which recalling ahead, which halves pieces, costs more than it hides."""
+LEAST_SELECTED = 10_000
+"""Rows that a decode step selects in a layer, from which on it may recall so many (a thousand and
+more) that having their addresses translated beforehand pays."""
 
 RECALL_BESIDE = True
 """Whether a decode step's rows are recalled beside the products that its query still needs; False
@@ -30,7 +33,6 @@ class SparseAttention:
     A pass that fits (`fits_at_once`) is one cache step: new and selected rows stay resident until
     the next pass. Otherwise it attends in pieces (`plan_pieces`), each a cache step of its own;
     new rows are then kept as far as the pool goes and recalled from host where they had to leave.
-    With `ahead`, a piece's rows are recalled while the piece before it attends.
 
     The rows of a decode step can be recalled beside what its query still needs
     (`begin_recall`): copying over PCIe and reading weights don't slow each other.
@@ -44,8 +46,8 @@ class SparseAttention:
         fmt: how a row is laid out.
         scale: softmax scale, YaRN's mscale squared included.
         topk: entries of a selection.
-        ahead: rows may be prefetched; recall ahead, where pieces are worth it
-            (`LEAST_TOKENS_AHEAD`).
+        rows_ahead: where rows are prefetched, how many a token of a pass may bring; None: nothing
+            is.
 
     Raises:
         CapacityError: a device pool of fewer than topk slots, too small for a single token.
@@ -59,7 +61,7 @@ class SparseAttention:
         scale: float,
         topk: int,
         *,
-        ahead: bool = False,
+        rows_ahead: Callable[[ForwardBatch], int] | None = None,
     ) -> None:
         if cache.capacity < topk:
             raise CapacityError(
@@ -71,14 +73,15 @@ class SparseAttention:
         self._fmt = fmt
         self._scale = scale
         self._topk = topk
-        self._prefetches = ahead
-        self._ahead = ahead and cache.capacity // topk >= 2 * LEAST_TOKENS_AHEAD
+        self._rows_ahead = rows_ahead
         self._recalled: DeviceSlots | None = None
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
         most = min(batch.num_real_tokens * (self._topk + 1), batch.num_context_rows)
-        self._cache.begin_step(most_rows=None if self._prefetches else most)
+        if self._rows_ahead is not None:
+            most += batch.num_real_tokens * self._rows_ahead(batch)
+        self._cache.begin_step(most_rows=most)
 
     def end_pass(self) -> None:
         """End it: what layers left running on other streams must be done before the next."""
@@ -100,7 +103,11 @@ class SparseAttention:
             HostSlots(batch.host_slots[:real]),
             rows[:real],
             keep=min(real, self._cache.capacity),
+            # A prefetch that takes rows in needs to know which are there.
+            beside=self._rows_ahead is None,
         )
+        if batch.is_decode and self._may_recall_many(batch):
+            self._cache.expect_recall(layer)
 
     def recalls_beside(self, batch: ForwardBatch) -> bool:
         """Whether `begin_recall` would run beside the caller's next products."""
@@ -149,18 +156,12 @@ class SparseAttention:
                 return self._attend_piece(layer, query, selection, batch, whole)
             pieces = [whole]
         else:
-            together = 2 if self._ahead else 1
-            chosen = selection.host_slots[:real]
-            pieces = plan_pieces(chosen, self._cache.capacity // together)
+            pieces = plan_pieces(selection.host_slots[:real], self._cache.capacity)
         output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
-        for piece, after in zip(pieces, [*pieces[1:], None], strict=True):
-            following = after if self._ahead else None
+        for piece in pieces:
             if piece is not whole:
-                most = piece.distinct + (following.distinct if following else 0)
-                self._cache.begin_step(layer, most_rows=most)
-            output[piece.rows] = self._attend_piece(
-                layer, query, selection, batch, piece, following
-            )
+                self._cache.begin_step(layer, most_rows=piece.distinct)
+            output[piece.rows] = self._attend_piece(layer, query, selection, batch, piece)
         return output
 
     def _attend_piece(
@@ -170,9 +171,7 @@ class SparseAttention:
         selection: Selection,
         batch: ForwardBatch,
         piece: Piece,
-        following: Piece | None = None,
     ) -> Tensor:
-        """Attention of a piece; what `following` selects is recalled meanwhile."""
         rows = piece.rows
         device_slots, self._recalled = self._recalled, None
         if device_slots is None:
@@ -181,10 +180,6 @@ class SparseAttention:
             )
         else:
             self._cache.wait()
-        if following is not None:
-            self._cache.recall_ahead(
-                layer, *_of_rows(selection, following.rows), max_distinct=following.distinct
-            )
         args = (query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale)
         library = self._kernels.library_mla
         if library is None:
@@ -192,6 +187,10 @@ class SparseAttention:
         if batch.is_decode:
             return library.decode(*args)
         return library.prefill(*args, first_row=rows.start)
+
+    def _may_recall_many(self, batch: ForwardBatch) -> bool:
+        selected = batch.num_real_tokens * self._topk
+        return selected >= LEAST_SELECTED and batch.num_context_rows > self._cache.capacity
 
     def _fits(self, batch: ForwardBatch, topk: int) -> bool:
         capacity = self._cache.capacity
