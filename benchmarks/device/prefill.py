@@ -107,10 +107,14 @@ def main() -> int:
             "tokens": all(one == tokens[0] for one in tokens),
             "rows": all(torch.equal(one, rows[0]) for one in rows),
         }
+        cold = {name: cold_prefix(loaded, scale, prompt, name) for name in ("off", "on")}
+        print(f"cold prefix: {cold}", flush=True)
+        same["tokens"] &= len({tuple(one["tokens"]) for one in cold.values()}) == 1
         result = report.environment(options.commit) | {
             "scale": dataclasses.asdict(scale),
             "model": decode_report.run_figures(loaded, scale.preset),
             "variants": figures,
+            "cold_prefix": cold,
             "same": same,
         }
     report.write_json(options.output, result)
@@ -147,6 +151,10 @@ def prefill(
     )
     engine = Engine(config, hooks=EngineHooks(model=loaded.model))
     params = SamplingParams(max_tokens=scale.output, ignore_eos=True, temperature=0.0)
+    engine.add_request("warm-up", prompt[: 2 * scale.chunk + 1], params)  # compiles
+    while engine.has_work:
+        engine.step()
+    before = engine.cache.counters()
     engine.add_request("prompt", prompt, params)
     request = engine.scheduler.waiting[0]
     tokens: list[int] = []
@@ -175,10 +183,14 @@ def prefill(
         "first_token_s": first_token_s,
         "prompt_tokens_per_s": len(prompt) / first_token_s,
         "device_pool_tokens": engine.cache.capacity,
-        "selected_rows_by_layer": [one.selected for one in counters],
         "chunk_ms": [round(seconds * 1e3, 2) for seconds in chunks],
-        "recalled_rows_by_layer": [one.recalled for one in counters],
-        "evicted_rows_by_layer": [one.evicted for one in counters],
+        **{
+            f"{name}_rows_by_layer": [
+                getattr(new, name) - getattr(old, name)
+                for new, old in zip(counters, before, strict=True)
+            ]
+            for name in ("selected", "recalled", "evicted")
+        },
     }
     rows = _rows(engine, loaded, blocks, len(prompt))
     engine.close()
@@ -187,6 +199,55 @@ def prefill(
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()
     return figures, tokens, rows
+
+
+def cold_prefix(
+    loaded: LoadedModel, scale: Scale, prompt: list[int], prefetch: str
+) -> dict[str, Any]:
+    """Milliseconds of a chunk whose context is in host memory and not in the device pool.
+
+    Two prompts that don't fit the pool together are prefilled, then the first again with another
+    end: all but its last chunk is cached in host memory. Three times, in turn.
+    """
+    length = scale.device_pool * 4 // 5 // BLOCK_TOKENS * BLOCK_TOKENS
+    longest = length + scale.chunk + BLOCK_TOKENS
+    row_bytes = loaded.row_format.row_bytes * loaded.config.num_hidden_layers
+    config = dataclasses.replace(
+        loaded.engine_config,
+        offload=True,
+        prefetch=prefetch,
+        host_pool_gib=(8 * longest * row_bytes + 0.5) / 2**30,
+        device_pool_tokens=scale.device_pool,
+        max_model_len=longest,
+        max_num_seqs=1,
+        max_num_batched_tokens=scale.chunk,
+        enable_prefix_caching=True,
+    )
+    engine = Engine(config, hooks=EngineHooks(model=loaded.model))
+    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
+    first, second = prompt[:length], prompt[-length:]
+    taken, recalled, tokens = [], [], []
+
+    def run(name: str, ids: list[int]) -> None:
+        engine.add_request(name, ids, params)
+        while engine.has_work:
+            for output in engine.step():
+                tokens.extend(output.token_ids)
+        synchronise(loaded.device)
+
+    for turn in range(4):
+        run(f"first {turn}", first)
+        run(f"second {turn}", second)
+        end = prompt[turn * scale.chunk : (turn + 1) * scale.chunk - 1]
+        before, start = engine.cache.counters(), time.perf_counter()
+        run(f"end {turn}", first + end)
+        taken.append((time.perf_counter() - start) * 1e3)
+        recalled.append(
+            sum(new.recalled + new.prefetched - old.recalled - old.prefetched
+                for new, old in zip(engine.cache.counters(), before, strict=True))
+        )  # fmt: skip
+    engine.close()
+    return {"ms": taken[1:], "rows_recalled": recalled[1:], "context": length, "tokens": tokens}
 
 
 def profiled_step(engine: Engine, what: str) -> Sequence[RequestOutput]:
