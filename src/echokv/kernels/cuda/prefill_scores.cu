@@ -118,7 +118,8 @@ DEVICE u32 bring_pages(const PrefillArguments& a, Shared* shared, const Work& wo
       const u32 stage = count % STAGES;
       Barrier* full = &shared->page_full[stage];
       barrier_wait(&shared->page_empty[stage], count / STAGES % 2 ^ 1);
-      const bool last = page + 2 * GROUPS >= end, both = page + 1 < end;
+      const u32 round = (page / 2 - work.unit) / GROUPS;  // each group gets one unit of it, or none
+      const bool last = round == (work.units - 1) / GROUPS, both = page + 1 < end;
       shared->notes[stage] = {row, work.segment.rows, page * PAGE_TOKENS,
                               work.sequence << 1 | last};
       barrier_arrive_expecting(full, both ? 2 * PAGE_BYTES : PAGE_BYTES);
