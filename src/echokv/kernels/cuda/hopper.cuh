@@ -222,15 +222,6 @@ DEVICE void wait_for_products(float (&dots)[16], u32 (&keys)[16]) {
                : "memory");
 }
 
-// Barriers of some of a block's threads, by number; 0 is block_sync's. Whole warps: `sync` waits until
-// so many threads have come, those that only `arrive` included.
-DEVICE void named_barrier_sync(u32 number, u32 threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-DEVICE void named_barrier_arrive(u32 number, u32 threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
 // Registers from one warpgroup of a block to others. All threads of a warpgroup.
 template <u32 COUNT>
 DEVICE void take_registers() {

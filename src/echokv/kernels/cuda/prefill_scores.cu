@@ -34,10 +34,9 @@ DEVICE constexpr u32 image_bytes(u32 heads) { return heads * (DIM + 4); }
 // What a stage holds.
 struct alignas(16) Note {
   u32 row, rows;  // of the segment; 0 rows: nothing will follow
-  u32 first;      // position of its first key; NO_UNIT: the group only takes its turns
+  u32 first;      // position of its first key
   u32 rest;       // sequence of the work, and whether the group has no other unit of it
 };
-constexpr u32 NO_UNIT = ~0u;
 
 struct Shared {
   alignas(128) u8 pages[STAGES][2][PAGE_BYTES];
@@ -81,24 +80,18 @@ template <u32 HEADS, bool PREFETCH>
 DEVICE void bring_queries(const PrefillArguments& a, const InterArguments* prefetch,
                           Shared* shared, const Work& work, u32 row, u32 lane) {
   const u32 stage = work.sequence % QUERY_STAGES, rows = work.segment.rows;
-  Barrier* full = &shared->query_full[stage];
-  barrier_wait(PREFETCH ? &shared->flushed[stage] : &shared->query_empty[stage],
-               work.sequence / QUERY_STAGES % 2 ^ 1);
+  Barrier *full = &shared->query_full[stage], *empty = &shared->query_empty[stage];
+  barrier_wait(PREFETCH ? &shared->flushed[stage] : empty, work.sequence / QUERY_STAGES % 2 ^ 1);
   if (lane < rows) shared->tokens[stage][lane] = tokens_of(a.rows.contexts, row + lane);
   if (PREFETCH && lane == 0) shared->shifts[stage] = prefetch->shifts[a.rows.requests[row]];
   __syncwarp();
   if (lane != 0) return;
+  // For groups that get no unit of this work.
+  for (u32 idle = smaller(work.units, GROUPS) * GROUP_WARPS; idle < SCORING_WARPS; idle++)
+    barrier_arrive(empty);
   barrier_arrive_expecting(full, rows * image_bytes(HEADS));
   copy_to_shared(shared->queries[stage], a.images + u64(row) * image_bytes(HEADS),
                  rows * image_bytes(HEADS), full);
-}
-
-// A note without pages. One thread.
-DEVICE void send_note(Shared* shared, u32 count, Note note) {
-  const u32 stage = count % STAGES;
-  barrier_wait(&shared->page_empty[stage], count / STAGES % 2 ^ 1);
-  shared->notes[stage] = note;
-  barrier_arrive(&shared->page_full[stage]);
 }
 
 // Send for the pages of a segment's units. Returns how many units were sent for before and now.
@@ -118,8 +111,7 @@ DEVICE u32 bring_pages(const PrefillArguments& a, Shared* shared, const Work& wo
       const u32 stage = count % STAGES;
       Barrier* full = &shared->page_full[stage];
       barrier_wait(&shared->page_empty[stage], count / STAGES % 2 ^ 1);
-      const u32 round = (page / 2 - work.unit) / GROUPS;  // each group gets one unit of it, or none
-      const bool last = round == (work.units - 1) / GROUPS, both = page + 1 < end;
+      const bool last = page + 2 * GROUPS >= end, both = page + 1 < end;
       shared->notes[stage] = {row, work.segment.rows, page * PAGE_TOKENS,
                               work.sequence << 1 | last};
       barrier_arrive_expecting(full, both ? 2 * PAGE_BYTES : PAGE_BYTES);
@@ -129,8 +121,6 @@ DEVICE u32 bring_pages(const PrefillArguments& a, Shared* shared, const Work& wo
     }
     ids = ids_ahead;
   }
-  for (; count % GROUPS != 0; count++)
-    if (lane == 0) send_note(shared, count, {row, work.segment.rows, NO_UNIT, work.sequence << 1 | 1});
   return count;
 }
 
@@ -146,7 +136,12 @@ DEVICE void bring(const PrefillArguments& a, const InterArguments* prefetch, Sha
     count = bring_pages(a, shared, work, row, count, lane);
   });
   if (lane != 0) return;
-  for (u32 end = count + GROUPS; count < end; count++) send_note(shared, count, {0, 0, 0, 0});
+  for (u32 end = count + GROUPS; count < end; count++) {
+    const u32 stage = count % STAGES;
+    barrier_wait(&shared->page_empty[stage], count / STAGES % 2 ^ 1);
+    shared->notes[stage] = {0, 0, 0, 0};
+    barrier_arrive(&shared->page_full[stage]);
+  }
 }
 
 // Add up over the grid what was counted. One warp.
@@ -229,13 +224,6 @@ DEVICE void load_weights(float (&weights)[HEADS / 4], const u8* image, u32 lane)
   }
 }
 
-// Groups take turns at multiplying. Left alone, products of different warps share the tensor cores:
-// they are done at the same time, all groups add up at the same time, and nothing multiplies then.
-DEVICE void await_turn(u32 group) { named_barrier_sync(1 + group, 2 * GROUP_WARPS * WARP); }
-DEVICE void pass_turn(u32 group) {
-  named_barrier_arrive(1 + (group + 1) % GROUPS, 2 * GROUP_WARPS * WARP);
-}
-
 // The units of one warpgroup.
 template <u32 HEADS, bool PREFETCH>
 DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u32 thread) {
@@ -243,21 +231,12 @@ DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u3
   const u32 lane = thread % WARP, width = a.rows.contexts.width;
   const u32 key = thread / WARP % GROUP_WARPS * 16 + lane / 4;  // and key + 8
   const u32 mine = key + (lane & 1) * 8 + (lane & 2) * (PAGE_TOKENS / 2);
-  if (group == GROUPS - 1) pass_turn(group);
   for (u32 count = group;; count += GROUPS) {
     const u32 stage = count % STAGES;
     barrier_wait(&shared->page_full[stage], count / STAGES % 2);
     const Note note = shared->notes[stage];
     const u32 rows = __shfl_sync(ALL_LANES, note.rows, 0);
     if (rows == 0) return;
-    const u32 sequence = note.rest >> 1, at = sequence % QUERY_STAGES;
-    if (__shfl_sync(ALL_LANES, note.first, 0) == NO_UNIT) {
-      if (lane == 0) barrier_arrive(&shared->page_empty[stage]);
-      for (u32 row = 0; row < rows; row++) await_turn(group), pass_turn(group);
-      barrier_wait(&shared->query_full[at], sequence / QUERY_STAGES % 2);
-      if (lane == 0) barrier_arrive(&shared->query_empty[at]);
-      continue;
-    }
     u32 left_keys[16], right_keys[16];
     load_keys(left_keys, shared->pages[stage][0], key, lane);
     load_keys(right_keys, shared->pages[stage][1], key, lane);
@@ -266,6 +245,7 @@ DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u3
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared->page_empty[stage]);
 
+    const u32 sequence = note.rest >> 1, at = sequence % QUERY_STAGES;
     barrier_wait(&shared->query_full[at], sequence / QUERY_STAGES % 2);
     const u8* image = shared->queries[at];
     u64 query = matrix_descriptor(image, 128, 1024);
@@ -274,13 +254,11 @@ DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u3
     float* out = a.out + u64(note.row) * width + position;
     float left[HEADS / 2] = {}, right[HEADS / 2] = {}, weights[HEADS / 4];
     for (u32 row = 0; row < rows; row++) {
-      load_weights<HEADS>(weights, image, lane);
-      await_turn(group);
       begin(left, left_keys, query);
       begin(right, right_keys, query);
+      load_weights<HEADS>(weights, image, lane);
       query += NEXT_QUERY, image += image_bytes(HEADS);
       wait_for_products<1>(left, left_keys);
-      pass_turn(group);
       const Sums of_left = sum_heads<HEADS>(left, weights);
       wait_for_products<0>(right, right_keys);
       const Sums of_right = sum_heads<HEADS>(right, weights);
