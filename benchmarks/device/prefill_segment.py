@@ -8,7 +8,7 @@ for the last queries of one request, then `CacheManager.make_resident` for all o
 random.
 
     off          all queries are scored, then selected, then recalled
-    on           in query blocks; a block's rows are recalled while the next is scored
+    on           in query blocks; a block's exact selection is recalled while the next is scored
     fused        rows above a histogram's bound move while later queries are scored
                  (`prefill_scores_prefetch`; --backend cuda)
     fused, late  and beside the top-k
@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ from torch import Tensor
 import cache as common  # benchmarks/device/cache.py
 from echokv.bench.report import environment
 from echokv.cache.batch import ForwardBatch
-from echokv.indexer import indexer as indexer_module
-from echokv.indexer import prefetch as prefetch_module
 from echokv.indexer.indexer import Indexer, Selection
 from echokv.kernels.cuda import prefill_prefetch as inter
 from echokv.memory.formats import IndexKeyFormat
@@ -183,13 +181,35 @@ def measure(case: PrefillCase, kind: str, hit: float, blocks: tuple[int, ...]) -
 
 
 def in_blocks(case: PrefillCase, block: int) -> list[tuple[Selection, Tensor]]:
-    """The segment with another QUERY_BLOCK."""
-    before = prefetch_module.QUERY_BLOCK
-    indexer_module.QUERY_BLOCK = prefetch_module.QUERY_BLOCK = block
-    try:
-        return case.run(case.world.ahead)
-    finally:
-        indexer_module.QUERY_BLOCK = prefetch_module.QUERY_BLOCK = before
+    """The segment with the exact selection of each block recalled beside the next."""
+    world, batch, results = case.world, case.batch, []
+    for layer in range(world.sizes.layers):
+        parts: list[Selection] = []
+        for start in range(0, batch.num_tokens, block):
+            if parts:
+                last = parts[-1]
+                world.manager.recall_ahead(
+                    layer, last.host_slots, last.scores, max_distinct=case.context
+                )
+            rows = slice(start, start + block)
+            part = replace(
+                batch, request_rows=batch.request_rows[rows], context_lens=batch.context_lens[rows],
+                token_ids=batch.token_ids[rows], num_real_tokens=len(batch.token_ids[rows]),
+            )  # fmt: skip
+            query, weights = case.query[layer, rows], case.weights[layer, rows]
+            parts.append(world.plain.select(layer, query, weights, part))
+        selection = Selection(
+            *(
+                torch.cat([getattr(part, field.name) for part in parts])
+                for field in fields(Selection)
+            )
+        )
+        slots = world.manager.make_resident(
+            layer, selection.host_slots, selection.scores, max_distinct=case.context
+        )
+        results.append((selection, slots))
+    world.manager.end_step()
+    return results
 
 
 def main() -> int:

@@ -3,7 +3,6 @@
 Selected sets too. `test_lossless.py` compares with each request alone, through preemptions.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,7 @@ from echokv.engine.engine import Engine
 from echokv.engine.sampling_params import SamplingParams
 from echokv.engine.stats import EngineStats
 from echokv.errors import ConfigError
-from echokv.indexer import indexer, prefetch
-from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
+from echokv.indexer.prefetch import PrefetchBudget
 from echokv.indexer.threshold import Predictions
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "demo_model" / "checkpoint"
@@ -274,24 +272,3 @@ def test_only_running_requests_have_predictions(demo_model: Path) -> None:
             assert known[slot] == (len(prompt) + 2 > TOPK) and sum(known) == known[slot]
         seen.clear()
     engine.close()
-
-
-@pytest.mark.parametrize("pool", [4 * TOPK, 9 * TOPK, 700])
-def test_recalling_ahead_in_prefill_changes_no_token_and_no_set(
-    demo_model: Path,
-    without: tuple[list[list[int]], SelectionLog],
-    pool: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A query block's rows move beside the next where a pass fits the pool."""
-    blocks, recall_block = Counter[str](), Prefetcher.recall_block
-
-    def count_blocks(*args: Any) -> None:
-        blocks["recalled"] += 1
-        recall_block(*args)
-
-    monkeypatch.setattr(Prefetcher, "recall_block", count_blocks)
-    monkeypatch.setattr(indexer, "QUERY_BLOCK", 8)
-    monkeypatch.setattr(prefetch, "QUERY_BLOCK", 8)
-    same(run(demo_model, hooks=EngineHooks(), device_pool_tokens=pool), without)
-    assert blocks["recalled"] > 0

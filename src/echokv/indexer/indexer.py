@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch
-from echokv.indexer.prefetch import QUERY_BLOCK, Prefetcher
+from echokv.indexer.prefetch import Prefetcher
 from echokv.kernels.protocol import Kernels
 from echokv.kernels.reference.index_scores import score_width
 from echokv.memory.formats import IndexKeyFormat
@@ -132,12 +132,10 @@ class Indexer:
             weights: [T, H] float32, times H^-0.5 already.
             batch: the pass; its keys must have been appended.
         """
-        blocks = self._recalled_in_blocks(batch)
-        pieces: list[Selection] = []
-        for number, rows in enumerate(self._pieces(batch)):
-            if blocks is not None and pieces:
-                blocks.recall_block(index_layer, pieces[-1].host_slots, pieces[-1].scores, batch)
-            pieces.append(self._select_rows(index_layer, query, weights, batch, number, rows))
+        pieces = [
+            self._select_rows(index_layer, query, weights, batch, number, rows)
+            for number, rows in enumerate(self._pieces(batch))
+        ]
         if len(pieces) == 1:
             return pieces[0]
         return Selection(
@@ -147,16 +145,9 @@ class Indexer:
             kth_scores=torch.cat([piece.kth_scores for piece in pieces]),
         )
 
-    def _recalled_in_blocks(self, batch: ForwardBatch) -> Prefetcher | None:
-        """Who recalls the blocks of a prefill pass, where they are."""
-        prefetcher = self._prefetcher
-        return prefetcher if prefetcher is not None and prefetcher.recalls_blocks(batch) else None
-
     def _pieces(self, batch: ForwardBatch) -> list[slice]:
         """The rows of a pass, cut so that the scores of each piece fit their bound."""
         step = rows_per_score_piece(batch.max_context_len)
-        if self._recalled_in_blocks(batch) is not None:
-            step = min(step, QUERY_BLOCK)
         return [slice(start, start + step) for start in range(0, batch.num_tokens, step)]
 
     def _select_rows(

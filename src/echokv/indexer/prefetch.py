@@ -4,8 +4,7 @@ Once a decode step's scores are there, rows that beat the predicted k-th score a
 are fetched on a side stream. The exact top-k then decides what is attended, and `make_resident`
 fetches what is still missing: a wrong prediction costs time, never a token.
 
-Inter-query prefetch, in prefill: once a block of queries has its exact top-k, its rows are recalled
-on the side stream while the next block is scored. docs/prefetch.md has both protocols.
+docs/prefetch.md has the protocol, and why prefill doesn't prefetch.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echokv.cache.batch import ForwardBatch, fits_at_once
+from echokv.cache.batch import ForwardBatch
 from echokv.cache.manager import CacheManager
 from echokv.indexer.threshold import Predictions
 from echokv.kernels.prefetch_args import BUDGET_UNIT, row_budget
@@ -24,9 +23,6 @@ from echokv.memory.slots import NO_SLOT, HostSlots
 ROW_BYTES_PER_TOKEN = 1.64
 """Bytes that PCIe moves while the indexer reads one token's key: 0.0025 rows of 656 B, 0.0014 of
 1152 B, at 52 GB/s against 132 B at 4.2 TB/s."""
-
-QUERY_BLOCK = 256
-"""Queries that are scored together in a prefill pass, so that their rows move beside the next."""
 
 LEAST_ROWS = 16
 """Budget of a request whose context is short."""
@@ -120,34 +116,6 @@ class Prefetcher:
         most = min((capacity - taken) // tokens, batch.max_context_len)
         budget = self._budget
         return max(0, row_budget(batch.max_context_len, most, budget.rows_per_unit, budget.least))
-
-    def recalls_blocks(self, batch: ForwardBatch) -> bool:
-        """Whether a prefill pass is selected in blocks, each recalled beside the next.
-
-        Only where the pass fits the pool at once: elsewhere a piece's rows would have to fit it
-        beside those of the next, and pieces of half the length cost more than that hides.
-        """
-        tokens, rows = batch.num_real_tokens, batch.num_context_rows
-        fits = fits_at_once(tokens, self._topk, rows, self._cache.capacity)
-        return not batch.is_decode and fits and tokens > QUERY_BLOCK
-
-    def recall_block(
-        self, index_layer: int, host_slots: HostSlots, scores: Tensor, batch: ForwardBatch
-    ) -> None:
-        """Fetch what a block of queries has selected, on the side stream.
-
-        Args:
-            index_layer: place among the layers that have an indexer.
-            host_slots: [t, k] int32, the block's exact selection.
-            scores: [t, k] float32, its scores.
-            batch: the pass, one for which `recalls_blocks` holds.
-        """
-        self._cache.recall_ahead(
-            self._index_layers[index_layer],
-            host_slots,
-            scores,
-            max_distinct=batch.num_context_rows,
-        )
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Make room for what one layer's prefetch will find; before the layer's scores are made.
