@@ -4,9 +4,10 @@
     python benchmarks/device/prefill.py --small --output small.json          # anywhere
 
 Few layers of DeepSeek-V3.2's shapes, random weights, the product's engine. The same prompt runs
-offloaded, with `--prefetch on` and resident; it counts only if all give the same tokens and, byte
-for byte, the same rows: in host memory offloaded, in HBM resident. `--profile 8 30` lists the
-kernels of those steps, on a GPU. `--small` runs the same code at toy sizes; its times mean nothing.
+offloaded and resident; it counts only if both give the same tokens and, byte for byte, the same
+rows: in host memory offloaded, in HBM resident. Then a chunk that ends a cached prompt, whose rows
+are in the device pool or in host memory alone. `--profile 8 30` lists the kernels of those steps,
+on a GPU. `--small` runs the same code at toy sizes; its times mean nothing.
 """
 
 import argparse
@@ -91,14 +92,9 @@ def main() -> int:
             loaded.config.vocab_size, (scale.prompt,), generator=generator
         ).tolist()
         figures, tokens, rows = {}, [], []
-        for name in ("offloaded", "prefetching", "resident"):
+        for name in ("offloaded", "resident"):
             figures[name], generated, written = prefill(
-                loaded,
-                scale,
-                prompt,
-                offload=name != "resident",
-                prefetch="on" if name == "prefetching" else "off",
-                profiled=tuple(options.profile),
+                loaded, scale, prompt, offload=name != "resident", profiled=tuple(options.profile)
             )
             tokens.append(generated)
             rows.append(written)
@@ -107,9 +103,8 @@ def main() -> int:
             "tokens": all(one == tokens[0] for one in tokens),
             "rows": all(torch.equal(one, rows[0]) for one in rows),
         }
-        cold = {name: cold_prefix(loaded, scale, prompt, name) for name in ("off", "on")}
+        cold = cold_prefix(loaded, scale, prompt)
         print(f"cold prefix: {cold}", flush=True)
-        same["tokens"] &= len({tuple(one["tokens"]) for one in cold.values()}) == 1
         result = report.environment(options.commit) | {
             "scale": dataclasses.asdict(scale),
             "model": decode_report.run_figures(loaded, scale.preset),
@@ -128,7 +123,6 @@ def prefill(
     prompt: list[int],
     *,
     offload: bool,
-    prefetch: str,
     profiled: tuple[int, ...],
 ) -> tuple[dict[str, Any], list[int], Tensor]:
     """One prompt through an engine of its own; the kernels of some steps are printed.
@@ -141,7 +135,6 @@ def prefill(
     config = dataclasses.replace(
         loaded.engine_config,
         offload=offload,
-        prefetch=prefetch,
         host_pool_gib=(longest * row_bytes + 0.5) / 2**30 if offload else None,
         device_pool_tokens=scale.device_pool if offload else longest,
         max_model_len=longest,
@@ -201,13 +194,11 @@ def prefill(
     return figures, tokens, rows
 
 
-def cold_prefix(
-    loaded: LoadedModel, scale: Scale, prompt: list[int], prefetch: str
-) -> dict[str, Any]:
-    """Milliseconds of a chunk whose context is in host memory and not in the device pool.
+def cold_prefix(loaded: LoadedModel, scale: Scale, prompt: list[int]) -> dict[str, Any]:
+    """Milliseconds of a chunk whose context is in the device pool, and of one in host memory alone.
 
-    Two prompts that don't fit the pool together are prefilled, then the first again with another
-    end: all but its last chunk is cached in host memory. Three times, in turn.
+    A prompt is prefilled, then again with another end, all but its last chunk being cached; then a
+    second one that the pool doesn't hold beside it, and the first with yet another end.
     """
     length = scale.device_pool * 4 // 5 // BLOCK_TOKENS * BLOCK_TOKENS
     longest = length + scale.chunk + BLOCK_TOKENS
@@ -215,7 +206,6 @@ def cold_prefix(
     config = dataclasses.replace(
         loaded.engine_config,
         offload=True,
-        prefetch=prefetch,
         host_pool_gib=(8 * longest * row_bytes + 0.5) / 2**30,
         device_pool_tokens=scale.device_pool,
         max_model_len=longest,
@@ -226,28 +216,31 @@ def cold_prefix(
     engine = Engine(config, hooks=EngineHooks(model=loaded.model))
     params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
     first, second = prompt[:length], prompt[-length:]
-    taken, recalled, tokens = [], [], []
+    taken: dict[str, list[float]] = {"warm": [], "cold": []}
+    recalled: dict[str, list[int]] = {"warm": [], "cold": []}
 
-    def run(name: str, ids: list[int]) -> None:
+    def run(name: str, ids: list[int]) -> float:
+        start = time.perf_counter()
         engine.add_request(name, ids, params)
         while engine.has_work:
-            for output in engine.step():
-                tokens.extend(output.token_ids)
+            engine.step()
         synchronise(loaded.device)
+        return (time.perf_counter() - start) * 1e3
 
     for turn in range(4):
         run(f"first {turn}", first)
-        run(f"second {turn}", second)
-        end = prompt[turn * scale.chunk : (turn + 1) * scale.chunk - 1]
-        before, start = engine.cache.counters(), time.perf_counter()
-        run(f"end {turn}", first + end)
-        taken.append((time.perf_counter() - start) * 1e3)
-        recalled.append(
-            sum(new.recalled + new.prefetched - old.recalled - old.prefetched
-                for new, old in zip(engine.cache.counters(), before, strict=True))
-        )  # fmt: skip
+        for number, kind in enumerate(taken):
+            if kind == "cold":
+                run(f"second {turn}", second)
+            at = (2 * turn + number) * scale.chunk
+            before = engine.cache.counters()
+            ms = run(f"{kind} {turn}", first + prompt[at : at + scale.chunk - 1])
+            rows = zip(engine.cache.counters(), before, strict=True)
+            if turn:  # the first compiles
+                taken[kind].append(ms)
+                recalled[kind].append(sum(new.recalled - old.recalled for new, old in rows))
     engine.close()
-    return {"ms": taken[1:], "rows_recalled": recalled[1:], "context": length, "tokens": tokens}
+    return {"context": length, "ms": taken, "rows_recalled": recalled}
 
 
 def profiled_step(engine: Engine, what: str) -> Sequence[RequestOutput]:
