@@ -9,7 +9,6 @@ docs/prefetch.md names the commands that write the results.
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -30,15 +29,6 @@ SCORING_WORDS = {
     "on": "while scoring",
     "on, late": "and beside the top-k",
     "on, late x2": "both, twice the budget",
-}
-PREFILL_SCORES = {
-    "cuda": "ours",
-    "cuda, query quantised": "scores alone",
-    "cuda, row by row": "row by row, scores alone",
-    "deep_gemm, contiguous": "DeepGEMM, contiguous keys, scores alone",
-    "gathered, deep_gemm, contiguous": "same, keys gathered from pages",
-    "deep_gemm, paged": "DeepGEMM, paged",
-    "triton": "Triton",
 }
 GATHERED = (512, 2665, 16_384)
 MIB = 2**20
@@ -189,49 +179,6 @@ def beside_table() -> str:
     return f"{grid(header, rows)}\n\n{source('decode-h200')}"
 
 
-def prefill_scores_table() -> str:
-    """Prefill's index scores beside DeepGEMM's."""
-    rows = []
-    for one in load("prefill_parts")["shapes"]:
-        cells = [f"{one['queries']:,} x {one['context']:,}"]
-        for name in PREFILL_SCORES:
-            us = one["us"].get(name)
-            cells.append("" if us is None else f"{us:.0f} ({one['tflops'][name]:.0f})")
-        rows.append([*cells, f"{one['us']['topk']:.0f}"])
-    header = ("queries x context, us (TFLOP/s)", *PREFILL_SCORES.values(), "top-k")
-    return f"{grid(header, rows)}\n\n{source('prefill_parts')}"
-
-
-def prefill_segment_table() -> str:
-    """Prefill's segment without prefetch, in query blocks, and fused."""
-    names = [name for name in load("prefill_segment")["segments"][0]["us"] if name != "off"]
-    rows = []
-    for one in load("prefill_segment")["segments"]:
-        times = {name: spread["median"] for name, spread in one["us"].items()}
-        words = f"{one['queries']:,}, {one['selections']}, {one['hit']:g}"
-        cells = [
-            f"{times[n]:.0f} ({times['off'] / times[n]:.2f}x)" if n in times else "" for n in names
-        ]
-        rows.append([words, f"{one['rows_recalled']:,.0f}", f"{times['off']:.0f}", *cells])
-    header = ("queries, selections, hit rate", "rows missing", "off", *names)
-    return f"{grid(header, rows)}\n\n{source('prefill_segment')}"
-
-
-def prefill_table() -> str:
-    """A whole prompt through the engine."""
-    result = load("prefill")
-    rows = []
-    for name, one in result["variants"].items():
-        chunks = one["chunk_ms"]
-        rows.append([
-            name, f"{one['prompt_tokens_per_s']:,.0f}",
-            *(f"{statistics.median(chunks[at : at + 5]):.1f}" for at in (10, 19, 30, 43)),
-        ])  # fmt: skip
-    chunk = result["scale"]["chunk"]
-    header = ("", "tokens/s", *(f"a chunk near {at * chunk:,}, ms" for at in (12, 21, 32, 45)))
-    return f"{grid(header, rows)}\n\n{source('prefill')}"
-
-
 def goals_table() -> str:
     """The figures to reach of issue 5, and what was."""
     fetched, scored = load(CUDA)["segments"], load("index_prefetch")["segments"]
@@ -352,9 +299,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "index_scores": scores_table,
     "host_reads": gather_table,
     "decode-h200": beside_table,
-    "prefill_parts": prefill_scores_table,
-    "prefill_segment": prefill_segment_table,
-    "prefill": prefill_table,
     "goals": goals_table,
 }
 
