@@ -15,9 +15,11 @@ its own; medians of replays with the L2 cache overwritten before each, variants 
 
 import argparse
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from torch import Tensor
 from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
 from echokv.kernels.cuda import index_scores as cuda
+from echokv.kernels.cuda.fetch_listed import CandidateLists, Prefetch
+from echokv.kernels.cuda.topk import topk
 from echokv.kernels.fused_layer import TOTALS, FusedLayer
 from echokv.kernels.reference.name_rows import positions_to_host_slots
 from echokv.kernels.registry import load_kernels
@@ -66,19 +70,36 @@ class Segment:
         self.request_slots = torch.arange(rows, dtype=torch.int32, device=device)
         self.enabled = torch.ones(rows, dtype=torch.int32, device=device)
         self.length, self.row_bytes = length, row_bytes
-        self.side = torch.cuda.Stream()
-        self.wanted, self.scores, self.thresholds = [], [], []
+        self.side = torch.cuda.Stream(priority=-1)
+        self.lists = CandidateLists.create(device)
+        self.found: dict[tuple[int, int], Prefetch] = {}
+        self.wanted, self.scores, self.thresholds, self.ranked, self.below = [], [], [], [], []
         for layer in range(layers):
             scores = self.case.run(cuda.index_scores, layer)
             positions, _ = self.kernels.topk(scores, self.case.lens, K)
             self.scores.append(scores.gather(1, positions.long()))
             slots = positions_to_host_slots(positions, self.case.rows, self.case.tables)
             self.wanted.append(HostSlots(slots.contiguous()))
-            ranked = scores.topk(int(1.05 * K), dim=1).values
-            self.thresholds.append(ranked[:, -1].contiguous())
+            self.thresholds.append(torch.zeros(rows, device=device))
+            self.ranked.append(scores.topk(4 * K, dim=1))
+            below = self.ranked[-1].indices[:, K:].int()
+            slots = positions_to_host_slots(below.contiguous(), self.case.rows, self.case.tables)
+            self.below.append(slots)
 
-    def prepare(self, hit_rate: float) -> None:
-        """Fill every layer's pool, so that this share of the selection is there."""
+    def predict(self, ratios: list[float] | None) -> None:
+        """Predictions that so many times k rows reach; None: exactly the k-th scores."""
+        for layer, ranked in enumerate(self.ranked):
+            rows = ranked.values.shape[0]
+            times = random.choices(ratios, k=rows) if ratios else [1.0] * rows
+            for row, ratio in enumerate(times):
+                rank = min(max(round(ratio * K), 1), 4 * K) - 1
+                self.thresholds[layer][row] = ranked.values[row, rank]
+
+    def prepare(self, hit_rate: float, near: list[float] | None = None) -> None:
+        """Fill every layer's pool, so that this share of the selection is there.
+
+        near: by eighths of k from rank k on, shares that are absent.
+        """
         state = self.manager.state
         device = state.priority.device
         state.clock.fill_(CLOCK)
@@ -86,8 +107,15 @@ class Segment:
             wanted = wanted.flatten().long()
             order = torch.randperm(wanted.numel(), device=device)
             hits = wanted[order[: round(hit_rate * wanted.numel())]]
+            if near is not None:
+                below = self.below[layer].long()
+                share = torch.tensor(near, device=device).repeat_interleave(below.shape[1] // len(near))
+                also = below[torch.rand(below.shape, device=device) >= share]
+                hits = torch.cat([hits, also])[: self.slots]
             others = torch.ones(state.host_slots, dtype=torch.bool, device=device)
             others[wanted] = False
+            if near is not None:
+                others[self.below[layer].flatten().long()] = False
             others = others.nonzero().squeeze(1)
             picked = torch.randperm(others.numel(), device=device)
             older = others[picked[: self.slots - hits.numel()]]
@@ -108,30 +136,38 @@ class Segment:
         ready._in_order = [False] * len(self.wanted)
         self.manager.begin_step()
 
-    def run(self, budget: float, late: bool = False) -> None:
+    def run(self, budget: float) -> None:
         """All layers once; budget 0 is without prefetch."""
         for layer in range(len(self.wanted)):
             if budget == 0:
                 scores = self.case.run(cuda.index_scores, layer)
+                self.kernels.topk(scores, self.case.lens, K)
             else:
                 scores, found = self._prefetch(layer, budget)
-            if late:
-                self.side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self.side):
-                    cuda.fetch_late(found)
-            self.kernels.topk(scores, self.case.lens, K)
-            if late:
+                topk(scores, self.case.lens, K, found.kth_scores)
                 torch.cuda.current_stream().wait_stream(self.side)
             self.manager.make_resident(layer, self.wanted[layer], self.scores[layer])
 
-    def _prefetch(self, layer: int, budget: float) -> tuple[Tensor, cuda.Prefetch]:
+    @contextmanager
+    def fork(self):
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            yield
+
+    def _prefetch(self, layer: int, budget: float) -> tuple[Tensor, Prefetch]:
         case, rows_per_unit = self.case, round(budget * BYTES_PER_TOKEN * UNIT / self.row_bytes)
-        return cuda.index_scores_prefetch(
+        least = LEAST
+        most = least + self.length * rows_per_unit // UNIT
+        found = self.found.setdefault(
+            (layer, most), Prefetch.empty(len(case.rows), most, case.lens.device)
+        )
+        scores = cuda.index_scores_prefetch(
             case.query, case.weights, case.pages[layer], FMT, case.tables, case.rows, case.lens,
             case.longest, self.request_slots, self.thresholds[layer], self.enabled,
-            self.fused_layer(layer), most=LEAST + self.length * rows_per_unit // UNIT,
-            rows_per_unit=rows_per_unit, least=LEAST,
+            self.fused_layer(layer), self.lists, found, self.fork,
+            rows_per_unit=rows_per_unit, least=least,
         )  # fmt: skip
+        return scores, found
 
     def fused_layer(self, layer: int) -> FusedLayer:
         """One layer's tensors, with totals of its own for what is prefetched."""
@@ -151,7 +187,7 @@ class Segment:
         self.prepare(0.9)
         self.totals.zero_()
         before = self.manager.counters()[0].recalled
-        self.run(1.0, late=True)
+        self.run(1.0)
         self.manager.check()
         found = self.manager.state.host_to_device[0][self.wanted[0].flatten().long()]
         return {

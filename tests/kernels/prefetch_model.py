@@ -13,8 +13,8 @@ from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.resident_model import LayerUnderTest
 from torch import Tensor
 
-from echokv.kernels.cuda.index_scores import Prefetch
 from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.prefetch_args import Candidates
 
 BUDGET_UNIT = 65536
 
@@ -48,7 +48,6 @@ class PrefetchCase:
         self.request_slots = rng.sample(range(rows + 2), rows)
         self.thresholds = torch.full((rows + 2,), 0.5)
         self.enabled = torch.ones(rows + 2, dtype=torch.int32)
-        self.left = 0
 
     def fused_layer(self, floor: int, num_ready: int) -> FusedLayer:
         """The tensors as the op takes them."""
@@ -85,13 +84,12 @@ class PrefetchCase:
         before: LayerModel,
         ready: list[int],
         floor: int,
-        found: Prefetch,
+        found: Candidates,
         budgets: list[int],
     ) -> set[int]:
         """Everything that must hold afterwards. Returns the host slots that were fetched."""
         host_slots, scores, counts = found.host_slots.cpu(), found.scores.cpu(), found.counts.cpu()
         fetched: list[int] = []
-        self.left = 0  # noted for later
         for row in range(len(self.lens)):
             count, allowed = int(counts[row]), self.candidates(row)
             assert 0 <= count <= budgets[row]
@@ -99,16 +97,15 @@ class PrefetchCase:
             listed = Counter(scores[row, :count].tolist())
             assert not listed - Counter(allowed.values()), "a score that is no candidate's"
             assert (host_slots[row, count:] == -1).all()
-            self.left += int((host_slots[row] < -1).sum())
-            noted = [-2 - entry if entry < -1 else entry for entry in host_slots[row].tolist()]
+            assert (host_slots[row] >= -1).all()
             mine = [
                 (slot, score)
-                for slot, score in zip(noted, scores[row].tolist(), strict=True)
+                for slot, score in zip(host_slots[row].tolist(), scores[row].tolist(), strict=True)
                 if slot >= 0
             ]
             assert all(allowed.get(slot) == score for slot, score in mine)
             assert self.enabled[self.request_slots[row]] or not mine
-            fetched += [slot for slot in host_slots[row].tolist() if slot >= 0]
+            fetched += [slot for slot, _ in mine]
         assert len(set(fetched)) == len(fetched), "fetched twice"
         self._check_state(before, ready, floor, set(fetched))
         return set(fetched)

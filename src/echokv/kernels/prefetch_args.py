@@ -1,8 +1,10 @@
-"""What the prefetch ops of every backend share: constants of the prediction, argument checks.
+"""What the prefetch ops of every backend share: constants, what they find, argument checks.
 
 Knows no backend. A request slot is a running request's number, below --max-num-seqs; the state of
 one index layer is three tensors with an entry for each.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +25,40 @@ TURN_ON_FROM = 0.5
 
 BUDGET_UNIT = 1 << 16
 """Tokens of context that a budget's `rows_per_unit` is for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What a prefetch of T rows finds."""
+
+    host_slots: Tensor  # [T, most] int32: distinct ones that were fetched; negative elsewhere
+    scores: Tensor  # [T, most] float32: of the candidates, fetched or not; -inf past them
+    counts: Tensor  # [T] int32: candidates
+
+    @classmethod
+    def room(cls, rows: int, most: int, device: torch.device) -> "Candidates":
+        """For some; who fills it empties it first."""
+        return cls(
+            host_slots=torch.empty((rows, most), dtype=torch.int32, device=device),
+            scores=torch.empty((rows, most), dtype=torch.float32, device=device),
+            counts=torch.empty(rows, dtype=torch.int32, device=device),
+        )
+
+    def rows(self, start: int, end: int) -> "Candidates":
+        """Those of some rows, in place."""
+        return Candidates(
+            host_slots=self.host_slots[start:end],
+            scores=self.scores[start:end],
+            counts=self.counts[start:end],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateLists:
+    """What blocks that score list for those that fetch; launches use them one after the other."""
+
+    entries: Tensor  # [blocks, entries, 4] int32; see Listed in kernels/cuda/prefetch.cuh
+    epoch: Tensor  # [1] int32, raised before each launch: entries of any other are stale
 
 
 def row_budget(context_len: int, most: int, rows_per_unit: int, least: int) -> int:
@@ -82,12 +118,19 @@ def check_learn_args(
 
 
 def check_useful_args(
-    host_slots: Tensor, floor: Tensor, host_to_device: Tensor, priority: Tensor, total: Tensor
+    host_slots: Tensor,
+    layers: Tensor,
+    floor: Tensor,
+    host_to_device: Tensor,
+    priority: Tensor,
+    totals: Tensor,
 ) -> None:
     """Raise ValueError unless `count_useful` can take these."""
     device = priority.device
-    check_tensor("host_slots", host_slots, (None,), torch.int32, device=device)
+    check_tensor("host_slots", host_slots, (None, None), torch.int32, device=device)
+    check_tensor("layers", layers, (host_slots.shape[0],), torch.int32, device=device)
     check_tensor("floor", floor, (1,), torch.int32, device=device)
-    check_tensor("host_to_device", host_to_device, (None,), torch.int32, device=device)
-    check_tensor("priority", priority, (None,), torch.int32)
-    check_tensor("total", total, (1,), torch.int64, device=device)
+    check_tensor("priority", priority, (None, None), torch.int32)
+    num_layers = priority.shape[0]
+    check_tensor("host_to_device", host_to_device, (num_layers, None), torch.int32, device=device)
+    check_tensor("totals", totals, (num_layers,), torch.int64, device=device)
