@@ -109,7 +109,9 @@ class Segment:
             hits = wanted[order[: round(hit_rate * wanted.numel())]]
             if near is not None:
                 below = self.below[layer].long()
-                share = torch.tensor(near, device=device).repeat_interleave(below.shape[1] // len(near))
+                share = torch.tensor(near, device=device).repeat_interleave(
+                    below.shape[1] // len(near)
+                )
                 also = below[torch.rand(below.shape, device=device) >= share]
                 hits = torch.cat([hits, also])[: self.slots]
             others = torch.ones(state.host_slots, dtype=torch.bool, device=device)

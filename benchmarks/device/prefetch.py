@@ -6,14 +6,15 @@
 The product's own path: `Indexer.select`, then `CacheManager.make_resident`, captured as a graph of
 several layers, L2 overwritten before each replay; victims are chosen before the clock starts. Keys
 and queries are random, new queries in every replay; a given share of what they select is resident.
-The pool is otherwise full of rows that nobody selects.
+The pool is otherwise full of rows that nobody selects. The host rows of all layers that a graph
+goes through are read in turn: `gib` says how much memory that is.
 
     off      no prefetch
     perfect  predictions are the true k-th scores
-    on       predictions have the error of the demo model's EMA (docs/quality.md): relative, normal,
-             0.17 in the mean; rows ranked k to 4k are resident at the same rate as selected ones
-    worst    the same predictions, and of rows ranked k to 4k none is resident: a threshold too low
-             wastes the whole budget. Hysteresis is kept from acting.
+    on       predictions are as far off, in ranks, as the demo model's, and rows ranked near k are
+             absent as often as in its traces, below k too (recorded.py)
+    worst    predictions as in "on", and of the rows ranked k to 4k none is resident. Hysteresis is
+             kept from acting.
 
 Selections are checked to be those without prefetch, and absent rows to arrive byte-equal to host.
 `--small` runs the same code at toy sizes; its times mean nothing.
@@ -28,6 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import recorded  # benchmarks/device/recorded.py
 import torch
 from torch import Tensor
 
@@ -36,15 +38,12 @@ from echokv.bench.report import environment
 from echokv.cache.batch import ForwardBatch
 from echokv.cache.manager import CacheManager
 from echokv.indexer.indexer import Indexer, Selection
-from echokv.indexer.prefetch import PrefetchBudget, Prefetcher, _Lists
+from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
-
-ERROR = 0.21
-"""Standard deviation of the realistic predictions' relative error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +68,8 @@ REAL = Sizes(
     heads=64,
     batches=(1, 2, 13),
     contexts=(32_768, 65_536, 98_304),
-    hits=(0.5, 0.9, 0.97),
-    repeats=11,
+    hits=(0.5, 0.9, 0.97, 1.0),
+    repeats=21,
     row_formats=("fp8_ds_mla", "bfloat16"),
 )
 SMALL = Sizes(
@@ -157,6 +156,7 @@ class Case:
     def run(self, indexer: Indexer) -> list[tuple[Selection, Tensor]]:
         """The segment in every layer."""
         manager, results = self.world.manager, []
+        indexer.begin_pass(self.batch)
         for layer in range(self.world.sizes.layers):
             selection = indexer.select(layer, self.query[layer], self.weights[layer], self.batch)
             slots = manager.make_resident(layer, selection.host_slots, selection.scores)
@@ -170,15 +170,15 @@ class Case:
         return indexer.select(layer, self.query[layer], self.weights[layer], self.batch)
 
     def prepare(
-        self, hit: float, near: float, error: float, generator: torch.Generator
+        self, hit: float, kind: str, generator: torch.Generator, *, near: bool = True
     ) -> list[Tensor]:
         """New queries, their predictions, and a pool with a share of what they select.
 
         Args:
             hit: share of the selected rows that is resident.
-            near: share of the rows ranked k to 4k that is.
-            error: standard deviation of the predictions' relative error.
+            kind: of predictions: "perfect" or "recorded".
             generator: of everything random.
+            near: whether rows ranked k to 4k are resident as recorded; else none is.
 
         Returns:
             for each layer the host slots that are selected and absent.
@@ -189,17 +189,15 @@ class Case:
         world.manager.begin_step()
         missing = []
         for layer in range(world.sizes.layers):
-            selection = self.selection(layer)
-            noise = torch.randn(self.batch_size, generator=generator, device=world.device)
-            kth = selection.kth_scores * (1 + error * noise)
-            world.predictions.thresholds[layer, : self.batch_size] = kth
-            chosen = selection.host_slots.flatten()
-            resident, absent = self._split(chosen, hit, generator)
-            if near > 0:
-                others = self._ranked_below(layer, selection)
-                resident = torch.cat([resident, self._split(others, near, generator)[0]])
-            self._fill(layer, resident, generator)
-            missing.append(absent)
+            slots, scores = self._ranked(layer)
+            ranks = [world.sizes.topk] * self.batch_size
+            if kind == "recorded":
+                ranks = recorded.ranks(world.sizes.topk, slots.shape[1], self.batch_size, generator)
+            predicted = scores.gather(1, torch.tensor(ranks, device=world.device)[:, None] - 1)
+            world.predictions.thresholds[layer, : self.batch_size] = predicted[:, 0]
+            absent = self._absent(hit, slots.shape[1], generator, near)
+            self._fill(layer, slots[~absent], generator)
+            missing.append(slots[:, : world.sizes.topk][absent[:, : world.sizes.topk]])
         world.predictions.usefulness.fill_(1.0)
         world.predictions.enabled.fill_(1)
         ready = world.manager._ready
@@ -208,21 +206,25 @@ class Case:
         world.manager.begin_step()
         return missing
 
-    def _split(
-        self, slots: Tensor, share: float, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """A random share of some host slots, and the rest."""
-        order = torch.randperm(slots.shape[0], generator=generator, device=slots.device)
-        count = round(share * slots.shape[0])
-        return slots[order[:count]], slots[order[count:]]
+    def _ranked(self, layer: int) -> tuple[Tensor, Tensor]:
+        """[T, n] host slots and scores of the best rows, at most 4k of them, best first."""
+        best = self.selection(layer, min(4 * self.world.sizes.topk, self.context))
+        scores, order = best.scores.sort(dim=1, descending=True, stable=True)
+        return best.host_slots.gather(1, order), scores
 
-    def _ranked_below(self, layer: int, selection: Selection) -> Tensor:
-        """Host slots of the rows ranked k to 4k."""
-        most = min(4 * self.world.sizes.topk, self.context)
-        wider = self.selection(layer, most).host_slots.flatten()
-        chosen = torch.zeros(self.world.tokens, dtype=torch.bool, device=self.world.device)
-        chosen[selection.host_slots.flatten().long()] = True
-        return wider[~chosen[wider.long()]]
+    def _absent(self, hit: float, ranks: int, generator: torch.Generator, near: bool) -> Tensor:
+        """[T, ranks] bool: which rows aren't resident, exactly a share of the selected ones."""
+        topk, device = self.world.sizes.topk, self.world.device
+        share = recorded.absent_by_rank(hit, topk, ranks).to(device)
+        noise = torch.rand(self.batch_size, ranks, generator=generator, device=device)
+        absent = noise < share if near else torch.ones_like(noise, dtype=torch.bool)
+        # Of the selected rows as many as asked for, each the likelier the larger its share.
+        keys = noise[:, :topk].log() / share[:topk].clamp(min=1e-6)
+        order = keys.flatten().argsort(descending=True)
+        chosen = torch.zeros(order.shape[0], dtype=torch.bool, device=device)
+        chosen[order[: round((1 - hit) * order.shape[0])]] = True
+        absent[:, :topk] = chosen.view(-1, topk)
+        return absent
 
     def _fill(self, layer: int, resident: Tensor, generator: torch.Generator) -> None:
         """Put some rows of the contexts into the pool, and rows of no context into its rest."""
@@ -290,23 +292,23 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     """Every variant, interleaved; microseconds a layer."""
     world, sizes = case.world, case.world.sizes
     generator = torch.Generator(device=world.device).manual_seed(5)
-    case.prepare(hits[0], 0.0, 0.0, generator)
+    case.prepare(hits[0], "perfect", generator)
     off, off_results = graph_of(lambda: case.run(world.plain), world.device)
-    case.prepare(hits[0], 0.0, 0.0, generator)
+    case.prepare(hits[0], "perfect", generator)
     on, on_results = graph_of(lambda: case.run(world.ahead), world.device)
     variants = {
-        "off": (off, off_results, 1.0, 0.0),
-        "perfect": (on, on_results, 1.0, 0.0),
-        "on": (on, on_results, 1.0, ERROR),
-        "worst": (on, on_results, 0.0, ERROR),
+        "off": (off, off_results, "perfect", True),
+        "perfect": (on, on_results, "perfect", True),
+        "on": (on, on_results, "recorded", True),
+        "worst": (on, on_results, "recorded", False),
     }
     for hit in hits:
         times: dict[str, list[float]] = {name: [] for name in variants}
         counts: dict[str, list[int]] = {name: [0, 0, 0] for name in variants}
         for repeat in range(sizes.repeats):
-            for name, (replay, results, near, error) in variants.items():
+            for name, (replay, results, kind, near) in variants.items():
                 generator.manual_seed(repeat)
-                missing = case.prepare(hit, near * hit, error, generator)
+                missing = case.prepare(hit, kind, generator, near=near)
                 before = world.manager.counters()
                 times[name].append(microseconds(replay, world.flush) / sizes.layers)
                 if repeat == 0:
@@ -323,6 +325,7 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
             "batch": case.batch_size,
             "context": case.context,
             "hit": hit,
+            "gib": sizes.layers * case.batch_size * case.context * world.fmt.row_bytes / 2**30,
             "columns": world.prefetcher.rows_per_request(case.batch),
             "us": spreads,
             "speedup": {
@@ -339,10 +342,10 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
 
 
 def parts(case: Case) -> dict[str, float]:
-    """Microseconds a layer of each part alone, at hit rate 0.9 and perfect predictions."""
+    """Microseconds a layer of each part alone."""
     world, kernels, batch = case.world, case.world.kernels, case.batch
     generator = torch.Generator(device=world.device).manual_seed(6)
-    case.prepare(0.9, 0.9, 0.0, generator)
+    case.prepare(0.9, "perfect", generator)
     every = range(world.sizes.layers)
     pages, fmt = world.plain._pages, world.plain._fmt
 
@@ -353,18 +356,6 @@ def parts(case: Case) -> dict[str, float]:
         )  # fmt: skip
 
     scores = [score(layer) for layer in every]
-    most, budget = world.prefetcher.rows_per_request(batch), PrefetchBudget.of(world.fmt)
-
-    def candidates(layer: int) -> Tensor:
-        found = kernels.prefetch_candidates(
-            scores[layer], batch.context_lens, batch.block_tables, batch.request_rows,
-            batch.request_slots, world.predictions.thresholds[layer],
-            world.predictions.enabled[layer], world.manager.state.host_to_device[layer],
-            most=most, rows_per_unit=budget.rows_per_unit, least=budget.least,
-        )  # fmt: skip
-        return found[0]
-
-    named = [HostSlots(candidates(layer)) for layer in every]
     works: dict[str, Callable[[int], object]] = {
         "index_scores": score,
         "topk": lambda layer: kernels.topk(scores[layer], batch.context_lens, world.sizes.topk),
@@ -372,37 +363,13 @@ def parts(case: Case) -> dict[str, float]:
             layer, case.query[layer], case.weights[layer], batch
         ),
     }
-    fused = world.prefetcher._fused
-    lists = [_Lists.empty(case.batch_size, most, world.device) for _ in every]
-
-    def fetch_ahead(layer: int) -> None:
-        target = world.manager.fused_layer(layer)
-        assert fused is not None and target is not None
-        fused.fetch_ahead(
-            scores[layer], batch.context_lens, batch.block_tables, batch.request_rows,
-            batch.request_slots, world.predictions.thresholds[layer],
-            world.predictions.enabled[layer], target, lists[layer].host_slots,
-            lists[layer].scores, lists[layer].counts, rows_per_unit=budget.rows_per_unit,
-            least=budget.least,
-        )  # fmt: skip
-
-    if fused is None:
-        works["candidates"] = candidates
-        works["prefetch"] = lambda layer: world.manager.prefetch(layer, named[layer])
-    else:
-        works["fetch_ahead"] = fetch_ahead
     found = {}
     for name, work in works.items():
         replay, _ = graph_of(lambda work=work: [work(layer) for layer in every], world.device)
-        times = []
-        for _ in range(world.sizes.repeats):
-            case.prepare(0.9, 0.9, 0.0, generator)
-            for layer in every:
-                named[layer].copy_(candidates(layer))
-                lists[layer].host_slots.fill_(-1)
-                lists[layer].counts.zero_()
-            times.append(microseconds(replay, world.flush) / world.sizes.layers)
-        world.manager.end_step()
+        times = [
+            microseconds(replay, world.flush) / world.sizes.layers
+            for _ in range(world.sizes.repeats)
+        ]
         found[name] = common.spread(times)["median"]
     return found
 

@@ -135,13 +135,9 @@ class BlockRecorder:
     def recalls_blocks(self, _batch: ForwardBatch) -> bool:
         return True
 
-    def prepare(self, _batch: ForwardBatch) -> None:
-        return
+    is_on = False
 
-    def start(self, _index_layer: int, _scores: Tensor, _batch: ForwardBatch) -> None:
-        return
-
-    def learn(self, _index_layer: int, _kth_scores: Tensor, _batch: ForwardBatch) -> None:
+    def begin_pass(self, _batch: ForwardBatch) -> None:
         return
 
     def recall_block(

@@ -238,9 +238,7 @@ class Emulator:
         nothing = torch.zeros((0, 0, 4), dtype=torch.int32, device=device)
         return CandidateLists(entries=nothing, epoch=torch.zeros(1, dtype=torch.int32))
 
-    def fetches(
-        self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer
-    ) -> bool:
+    def fetches(self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer) -> bool:
         """`fetches`, with keys of any kind."""
         return bool(recall.moves_16_bytes(layer.host_rows, layer.device_rows))
 

@@ -208,16 +208,23 @@ def test_a_poor_prediction_turns_itself_off_and_on_again(backend) -> None:
 
 @pytest.mark.parametrize("entries", [0, 1, 63, 2048, 2049, 5000])
 def test_counting_useful_rows(backend, entries: int) -> None:
+    """Of some layers out of four, in any order."""
     rng, device = random.Random(entries), backend.device
-    host_slots = rng.sample(range(9000), entries) + [-1] * 5
-    mapping = [rng.randrange(-1, 300) for _ in range(9000)]
-    priority = [rng.choice([-1, 7, 8, 9, 15]) for _ in range(300)]
-    total = torch.tensor([2**33], device=device)
+    layers = [2, 0, 3]
+    host_slots = [rng.sample(range(9000), entries) + [-1] * 5 for _ in layers]
+    mapping = [[rng.randrange(-1, 300) for _ in range(9000)] for _ in range(4)]
+    priority = [[rng.choice([-1, 7, 8, 9, 15]) for _ in range(300)] for _ in range(4)]
+    totals = torch.full((4,), 2**33, device=device)
+
+    def table(rows: list[list[int]]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int32, device=device)
+
     backend.op("count_useful")(
-        ints(host_slots, device), ints([8], device), ints(mapping, device), ints(priority, device),
-        total,
+        table(host_slots), ints(layers, device), ints([8], device), table(mapping),
+        table(priority), totals,
     )  # fmt: skip
-    useful = sum(
-        mapping[slot] >= 0 and priority[mapping[slot]] > 8 for slot in host_slots if slot >= 0
-    )
-    assert total.item() == 2**33 + useful
+    useful = [0] * 4
+    for layer, slots in zip(layers, host_slots, strict=True):
+        places = [mapping[layer][slot] for slot in slots if slot >= 0]
+        useful[layer] = sum(place >= 0 and priority[layer][place] > 8 for place in places)
+    assert totals.tolist() == [2**33 + count for count in useful]

@@ -171,20 +171,18 @@ class Indexer:
         rows: slice,
     ) -> Selection:
         request_rows, context_lens = batch.request_rows[rows], batch.context_lens[rows]
-        # Scores that are made in pieces are those of prefill, or of contexts without end.
-        prefetcher = self._prefetcher if request_rows.shape[0] == batch.num_tokens else None
         keys = (self._pages[index_layer], self._fmt)
-        scores = None
-        if prefetcher is not None:
+        prefetcher = self._prefetcher
+        whole = request_rows.shape[0] == batch.num_tokens
+        if prefetcher is not None and prefetcher.is_on and whole:
             scores = prefetcher.score(index_layer, query, weights, *keys, batch)
-        if scores is None:
-            scores = self._scores(query[rows], weights[rows], keys, batch, piece, rows)
-            if prefetcher is not None:
+            if scores is None:
+                scores = self._scores(query, weights, keys, batch, piece, rows)
                 prefetcher.start(index_layer, scores, batch)
-        if prefetcher is not None:
             positions, kth_scores = prefetcher.topk(index_layer, scores, batch)
             prefetcher.learn(index_layer, kth_scores, batch)
         else:
+            scores = self._scores(query[rows], weights[rows], keys, batch, piece, rows)
             positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
         slots, selected = self._kernels.name_rows(
             positions, scores, request_rows, batch.block_tables

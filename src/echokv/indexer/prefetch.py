@@ -142,12 +142,15 @@ class Prefetcher:
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Decide whether a pass prefetches; before its first layer.
 
-        Without this call the others do nothing; nor do they where nothing may be fetched.
-
         Args:
             batch: any pass.
         """
         self._most, self._pass = self.rows_per_request(batch), None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this pass prefetches: then its layers go through `score` to `learn`."""
+        return self._most > 0
 
     def score(
         self,
@@ -172,7 +175,7 @@ class Prefetcher:
             [T, W] float32; None where the backend can't: then `start` has the scores fetched.
         """
         fused, layer = self._fused, self._index_layers[index_layer]
-        target = None if fused is None or self._most == 0 else self._cache.fused_layer(layer)
+        target = self._cache.fused_layer(layer)
         if target is None or fused is None or not fused.fetches(query, pages, fmt, target):
             return None
         here = self._pass or self._begin_fused(batch)
@@ -254,8 +257,6 @@ class Prefetcher:
             scores: [T, W] float32 of all rows of the pass.
             batch: the pass.
         """
-        if self._most == 0:
-            return
         with self._cache.side.fork(scores):
             self._found = self._fetch(index_layer, scores, batch)
 

@@ -55,10 +55,7 @@ class QueryArguments(Arguments):
         *((name, ctypes.c_void_p) for name in ("query", "weights", "images")),
         ("factor", ctypes.c_float),
         *((name, ctypes.c_uint32) for name in ("rows", "heads", "is_bfloat16", "most")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("counts", "host_slots", "scores", "kth", "epoch")
-        ),
+        *((name, ctypes.c_void_p) for name in ("counts", "host_slots", "scores", "kth", "epoch")),
     )
 
 
