@@ -30,7 +30,8 @@ from torch import Tensor
 from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
 from echokv.kernels.cuda import index_scores as cuda
-from echokv.kernels.cuda.fetch_listed import CandidateLists, Prefetch
+from echokv.kernels.cuda.fetch_listed import candidate_lists
+from echokv.kernels.prefetch_args import Candidates
 from echokv.kernels.cuda.topk import topk
 from echokv.kernels.fused_layer import TOTALS, FusedLayer
 from echokv.kernels.reference.name_rows import positions_to_host_slots
@@ -71,8 +72,8 @@ class Segment:
         self.enabled = torch.ones(rows, dtype=torch.int32, device=device)
         self.length, self.row_bytes = length, row_bytes
         self.side = torch.cuda.Stream(priority=-1)
-        self.lists = CandidateLists.create(device)
-        self.found: dict[tuple[int, int], Prefetch] = {}
+        self.lists = candidate_lists(device)
+        self.found: dict[tuple[int, int], tuple[Candidates, Tensor]] = {}
         self.wanted, self.scores, self.thresholds, self.ranked, self.below = [], [], [], [], []
         for layer in range(layers):
             scores = self.case.run(cuda.index_scores, layer)
@@ -141,14 +142,31 @@ class Segment:
     def run(self, budget: float) -> None:
         """All layers once; budget 0 is without prefetch."""
         for layer in range(len(self.wanted)):
-            if budget == 0:
+            if budget <= 0:
+                if budget < 0:
+                    with self.fork():
+                        self.touch(layer)
                 scores = self.case.run(cuda.index_scores, layer)
                 self.kernels.topk(scores, self.case.lens, K)
+                if budget < 0:
+                    torch.cuda.current_stream().wait_stream(self.side)
             else:
                 scores, found = self._prefetch(layer, budget)
-                topk(scores, self.case.lens, K, found.kth_scores)
+                topk(scores, self.case.lens, K, found)
                 torch.cuda.current_stream().wait_stream(self.side)
             self.manager.make_resident(layer, self.wanted[layer], self.scores[layer])
+
+    def touch(self, layer):
+        rows = self.host.rows[layer]
+        if not hasattr(self, "pages"):
+            n = rows.nbytes >> 21
+            ints = {"dtype": torch.int32, "device": "cuda"}
+            self.pages = (torch.arange(n, device="cuda") * 2**21 // rows.shape[1]).to(torch.int32)
+            self.n = torch.tensor([n], **ints)
+            self.dummy = torch.empty(n, rows.shape[1], dtype=torch.uint8, device="cuda")
+            self.places = torch.arange(n, **ints)
+        from echokv.kernels.cuda import recall
+        recall.recall(self.pages, self.n, self.places, rows, self.dummy)
 
     @contextmanager
     def fork(self):
@@ -156,20 +174,24 @@ class Segment:
         with torch.cuda.stream(self.side):
             yield
 
-    def _prefetch(self, layer: int, budget: float) -> tuple[Tensor, Prefetch]:
+    def _prefetch(self, layer: int, budget: float) -> tuple[Tensor, Tensor]:
         case, rows_per_unit = self.case, round(budget * BYTES_PER_TOKEN * UNIT / self.row_bytes)
         least = LEAST
         most = least + self.length * rows_per_unit // UNIT
-        found = self.found.setdefault(
-            (layer, most), Prefetch.empty(len(case.rows), most, case.lens.device)
+        found, kth = self.found.setdefault(
+            (layer, most),
+            (
+                Candidates.room(len(case.rows), most, case.lens.device),
+                torch.empty(len(case.rows), device=case.lens.device),
+            ),
         )
         scores = cuda.index_scores_prefetch(
             case.query, case.weights, case.pages[layer], FMT, case.tables, case.rows, case.lens,
             case.longest, self.request_slots, self.thresholds[layer], self.enabled,
-            self.fused_layer(layer), self.lists, found, self.fork,
+            self.fused_layer(layer), self.lists, found, kth, self.fork,
             rows_per_unit=rows_per_unit, least=least,
         )  # fmt: skip
-        return scores, found
+        return scores, kth
 
     def fused_layer(self, layer: int) -> FusedLayer:
         """One layer's tensors, with totals of its own for what is prefetched."""

@@ -122,10 +122,14 @@ class World:
         context_rows: int = HOST_SLOTS,
         *,
         ahead: bool = False,
+        prefetched: int | None = None,
     ) -> None:
         self.generator = torch.Generator().manual_seed(9)
         self.cache = make_cache(pool)
-        self.attention = SparseAttention(KERNELS, self.cache, FMT, SCALE, TOPK, ahead=ahead)
+        self.attention = SparseAttention(
+            KERNELS, self.cache, FMT, SCALE, TOPK, ahead=ahead,
+            prefetches=None if prefetched is None else lambda _: prefetched,
+        )  # fmt: skip
         slots = torch.randperm(HOST_SLOTS, generator=self.generator)[:100].to(torch.int32)
         self.rows = self.noise(100, 48)  # row i lives in host slot slots[i]
         for at in range(0, 100, 10):
@@ -198,7 +202,7 @@ def test_a_pass_that_fits_is_one_step() -> None:
 def test_a_step_is_told_how_many_rows_it_may_take() -> None:
     assert World(256, 7, 25).cache.most_rows == 7 * (TOPK + 1)
     assert World(100, 30, 2, context_rows=100).cache.most_rows == 100
-    assert World(256, 7, ahead=True).cache.most_rows is None
+    assert World(256, 7, 25, prefetched=5).cache.most_rows == 7 * (TOPK + 1) + 5
 
 
 def test_a_pass_of_many_entries_over_few_rows_is_one_step() -> None:

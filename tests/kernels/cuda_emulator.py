@@ -71,7 +71,7 @@ class PrefetchRun(Arguments):
             (name, ctypes.c_void_p)
             for name in ("block_tables", "request_rows", "scores", "shares", "kth", "lists")
         ),
-        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "fetching", "known")),
+        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "known", "pad")),
         ("listed", fetch_listed.ListedArguments),
     )
 
@@ -200,7 +200,6 @@ class Emulator:
         least: int,
         blocks: int = 3,
         scoring: int = 2,
-        fetching: int = 2,
         known: bool = False,
         tick: int = 0,
     ) -> Tensor:
@@ -227,8 +226,10 @@ class Emulator:
         contexts = fetch_listed.Contexts(pointer(context_lens), rows, width)
         arguments = PrefetchRun(
             pointer(block_tables), pointer(request_rows), pointer(scores), pointer(shares),
-            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, fetching,
-            known, fetch_listed.listed_arguments(prefetch, contexts, lists, kth_scores),
+            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, 0,
+            fetch_listed.listed_arguments(
+                prefetch, contexts, lists, kth_scores, layer.host_rows.nbytes
+            ),
         )  # fmt: skip
         self._library.run_prefetch(blocks, self._next(), tick, ctypes.byref(arguments))
         return shares

@@ -16,8 +16,9 @@ struct Arguments {
   i32* kth;             // [rows], which the fetching warps look at
   Listed* lists;        // [blocks, LIST]
   u32 blocks;           // a table
-  u32 scoring, fetching;
-  u32 known;  // whether a warp that has scored its pages says what the k-th scores are
+  u32 scoring;          // warps
+  u32 known;            // whether they say in the end what the k-th scores are
+  u32 pad;
   ListedArguments listed;
 };
 
@@ -46,7 +47,7 @@ static void kernel(const Arguments& a) {
   const Share share = share_of(contexts, block_index(), grid_size(), lane);
   block_sync();
   if (warp >= a.scoring) {
-    fetch_list(a.listed, block_index(), thread - a.scoring * WARP, a.fetching * WARP);
+    fetch_list(a.listed, thread - a.scoring * WARP);
     return;
   }
   if (thread == 0) {
@@ -63,7 +64,7 @@ static void kernel(const Arguments& a) {
   if (lane == 0) atomicAdd(&shared->scored, 1u);
   if (warp != 0) return;
   while (load_from_block(&shared->scored) != a.scoring) pause();
-  end_list(to, a.fetching * WARP, lane);
+  end_list(to, LISTED_THREADS, lane);
   if (a.known && lane == 0)
     for (u32 row = 0; row < contexts.rows; row++) store_shared_value(a.kth + row, 0);
 }
@@ -71,7 +72,7 @@ static void kernel(const Arguments& a) {
 
 extern "C" {
 void run_prefetch(u32 blocks, u32 seed, u32 tick, const prefetching::Arguments* a) {
-  emulated::launch(blocks, 1, (a->scoring + a->fetching) * WARP, 1, sizeof(prefetching::Shared),
+  emulated::launch(blocks, 1, a->scoring * WARP + LISTED_THREADS, 1, sizeof(prefetching::Shared),
                    seed, [=] { prefetching::kernel(*a); }, tick);
 }
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {

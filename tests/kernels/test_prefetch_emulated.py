@@ -68,7 +68,7 @@ def test_prefetch_in_many_orders(emulator: Emulator) -> None:
         case = contended_case(rng, FLOOR)
         prefetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
                  blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 3]),
-                 fetching=rng.choice([1, 2]), known=rng.choice([False, True]),
+                 known=rng.choice([False, True]),
                  tick=rng.choice([0, 0, 10**5, 10**7]))  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def test_a_list_holds_pages_of_candidates(emulator: Emulator) -> None:
         case.thresholds.fill_(-torch.inf)
         table = case.tables[0].tolist()
         want = {table[0] * 64 + at for at in range(64)}
-        assert prefetch(emulator, case, 64, 0, 64, blocks=1, scoring=1, fetching=1) == want
+        assert prefetch(emulator, case, 64, 0, 64, blocks=1, scoring=1) == want
 
 
 def test_no_candidate_counts_twice_when_lists_overflow(emulator: Emulator) -> None:
@@ -199,8 +199,8 @@ def test_shares_cover_every_page_once(emulator: Emulator, blocks: int) -> None:
         shares = emulator.prefetch(
             torch.zeros(rows, width), torch.zeros((1, 8), dtype=torch.int32), ints([0] * rows),
             ints(lens), ints([-1] * rows), case.thresholds, case.enabled,
-            case.fused_layer(FLOOR, 8), Candidates.room(rows, 1, CPU), torch.empty(rows), rows_per_unit=0,
-            least=0, blocks=blocks, scoring=1, fetching=1,
+            case.fused_layer(FLOOR, 8), Candidates.room(rows, 1, CPU), torch.empty(rows),
+            rows_per_unit=0, least=0, blocks=blocks, scoring=1,
         )  # fmt: skip
         pages = [(row, page) for row, n in enumerate(lens)
                  for page in range(-(-min(max(n, 0), width) // 64))]  # fmt: skip

@@ -5,6 +5,8 @@ surely hold, it attends in pieces of fewer tokens; the cut follows from shapes a
 nothing waits for the device, and any pool of at least k slots works.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch, fits_at_once
@@ -55,8 +57,8 @@ class SparseAttention:
         fmt: how a row is laid out.
         scale: softmax scale, YaRN's mscale squared included.
         topk: entries of a selection.
-        ahead: rows may be prefetched; recall ahead, where pieces are worth it
-            (`LEAST_TOKENS_AHEAD`).
+        ahead: recall ahead, where pieces are worth it (`LEAST_TOKENS_AHEAD`).
+        prefetches: most rows of a layer that are prefetched in a pass; None: none ever.
 
     Raises:
         CapacityError: a device pool of fewer than topk slots, too small for a single token.
@@ -71,6 +73,7 @@ class SparseAttention:
         topk: int,
         *,
         ahead: bool = False,
+        prefetches: Callable[[ForwardBatch], int] | None = None,
     ) -> None:
         if cache.capacity < topk:
             raise CapacityError(
@@ -82,14 +85,15 @@ class SparseAttention:
         self._fmt = fmt
         self._scale = scale
         self._topk = topk
-        self._prefetches = ahead
+        self._prefetches = prefetches
         self._ahead = ahead and cache.capacity // topk >= 2 * LEAST_TOKENS_AHEAD
         self._recalled: DeviceSlots | None = None
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
         most = min(batch.num_real_tokens * (self._topk + 1), batch.num_context_rows)
-        self._cache.begin_step(most_rows=None if self._prefetches else most)
+        prefetched = 0 if self._prefetches is None else self._prefetches(batch)
+        self._cache.begin_step(most_rows=most + prefetched)
 
     def end_pass(self) -> None:
         """End it: what layers left running on other streams must be done before the next."""

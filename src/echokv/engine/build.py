@@ -250,6 +250,7 @@ def _context(
         sizes.softmax_scale,
         sizes.index_topk,
         ahead=prefetcher is not None,
+        prefetches=None if prefetcher is None else prefetcher.most_rows,
     )
     selector = hooks.selector(model, indexer) if hooks.selector else indexer
     return ForwardContext(selector, attention, hooks.observer)

@@ -3,12 +3,9 @@
 // One block an SM, small enough to share it with a block of either: see prefetch.cuh.
 #include "prefetch.cuh"
 
-#ifndef LISTED_THREADS
-#define LISTED_THREADS 64
-#endif
 constexpr u32 REGISTERS = 72;  // what `index_scores` leaves each of four warps on an SM
 
 KERNEL(LISTED_THREADS, 65536 / (REGISTERS * LISTED_THREADS))
 void fetch_listed(ARGUMENTS ListedArguments a) {
-  fetch_list(a, block_index(), thread_index(), LISTED_THREADS);
+  fetch_list(a, thread_index());
 }

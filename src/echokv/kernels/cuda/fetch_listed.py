@@ -59,6 +59,7 @@ class ListedArguments(Arguments):
         ("prefetch", PrefetchArguments),
         ("contexts", Contexts),
         *((name, ctypes.c_void_p) for name in ("lists", "epoch", "kth")),
+        ("host_bytes", ctypes.c_uint64),
     )
 
 
@@ -90,12 +91,17 @@ def prefetch_arguments(
 
 
 def listed_arguments(
-    prefetch: PrefetchArguments, contexts: Contexts, lists: CandidateLists, kth_scores: Tensor
+    prefetch: PrefetchArguments,
+    contexts: Contexts,
+    lists: CandidateLists,
+    kth_scores: Tensor,
+    host_bytes: int,
 ) -> ListedArguments:
     """What `fetch_listed` takes."""
     return ListedArguments(
-        prefetch, contexts, pointer(lists.entries), pointer(lists.epoch), pointer(kth_scores)
-    )
+        prefetch, contexts, pointer(lists.entries), pointer(lists.epoch), pointer(kth_scores),
+        host_bytes,
+    )  # fmt: skip
 
 
 def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:

@@ -214,7 +214,8 @@ def index_scores_prefetch(
     )
     contexts = Contexts(pointer(context_lens), rows, out.shape[1])
     with fork():
-        fetch_listed(listed_arguments(prefetch, contexts, lists, kth_scores), lists)
+        how = listed_arguments(prefetch, contexts, lists, kth_scores, layer.host_rows.nbytes)
+        fetch_listed(how, lists)
     listing = ListingArguments(
         pointer(request_slots), pointer(thresholds), pointer(lists.entries), pointer(lists.epoch),
         FETCHING_THREADS, 0,

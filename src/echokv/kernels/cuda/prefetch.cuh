@@ -36,6 +36,10 @@ constexpr u32 LIST = LIST_ENTRIES;
 constexpr i32 END = -3;  // instead of a host slot: nothing will follow
 constexpr u32 UNKNOWN = 0x7fc0dead;  // a k-th score that isn't there yet; no score is this NaN
 constexpr u64 PATIENCE = 1000000;    // nanoseconds
+constexpr u64 HOST_PAGE = 2u << 20;  // bytes
+#ifndef LISTED_THREADS
+#define LISTED_THREADS 64
+#endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
 constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
 #ifndef CLAIMS_AT_ONCE
@@ -247,7 +251,18 @@ struct ListedArguments {
   const Listed* lists;  // [blocks, LIST]
   const u32* epoch;     // [1]
   const i32* kth;       // [rows], bits of the true k-th scores; UNKNOWN until they are known
+  u64 host_bytes;       // of the layer's host rows
 };
+
+// Read a word of every page of host memory that rows may come from. Measured: rows from more than
+// about 300 MB come at half of PCIe's rate unless something has read from their pages some
+// microseconds before.
+DEVICE void touch_pages(const ListedArguments& a, u32 thread) {
+  const u64 step = u64(grid_size()) * HOST_PAGE;
+  for (u64 at = (u64(thread) * grid_size() + block_index()) * HOST_PAGE; at < a.host_bytes;
+       at += step * LISTED_THREADS)
+    load_row_words(a.prefetch.layer.host_rows + at);
+}
 
 // Fetch what lanes have found, a few at a time, until the rows' selections are known.
 DEVICE void fetch_found(const ListedArguments& a, Candidate candidate, i32 floor, Fetched* fetched,
@@ -269,10 +284,13 @@ DEVICE void fetch_found(const ListedArguments& a, Candidate candidate, i32 floor
   }
 }
 
-// A thread of a block that fetches what scoring block `block` lists.
-DEVICE void fetch_list(const ListedArguments& a, u32 block, u32 thread, u32 threads) {
+// A thread of a block that fetches what the scoring block of the same number lists.
+DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
   const u32 lane = thread % WARP, epoch = *a.epoch;
-  const Listed* list = a.lists + u64(block) * LIST;
+  const Listed* list = a.lists + u64(block_index()) * LIST;
+#ifndef NO_TOUCH
+  touch_pages(a, thread);
+#endif
   const i32 floor = *a.prefetch.layer.floor;
   Fetched fetched = {0, 0};
   u32 place = thread;
@@ -282,7 +300,7 @@ DEVICE void fetch_list(const ListedArguments& a, u32 block, u32 thread, u32 thre
     if (!over) entry = load_whole(list + place);
     const bool seen = entry.w == epoch;
     const bool found = seen && i32(entry.x) != END;
-    if (seen) place += threads;
+    if (seen) place += LISTED_THREADS;
     over = over || seen != found || place >= LIST;
     if (__any_sync(ALL_LANES, found)) {
       const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
