@@ -13,14 +13,16 @@ goes through are read in turn: `gib` says how much memory that is.
     perfect  predictions are the true k-th scores
     on       predictions are as far off, in ranks, as the demo model's, and rows ranked near k are
              absent as often as in its traces, below k too (recorded.py)
-    worst    predictions as in "on", and of the rows ranked k to 4k none is resident. Hysteresis is
-             kept from acting.
+    worst    predictions as in "on", none of the rows ranked k to 4k resident, and limits as if
+             nothing had been learnt yet; elsewhere they are learnt, over replays before the clock
+             starts too.
 
 Selections are checked to be those without prefetch, and absent rows to arrive byte-equal to host.
 `--small` runs the same code at toy sizes; its times mean nothing.
 """
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -40,10 +42,14 @@ from echokv.cache.manager import CacheManager
 from echokv.indexer.indexer import Indexer, Selection
 from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
+from echokv.kernels.prefetch_args import NO_LIMIT
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
+
+LEARNING = 5
+"""Replays before the timed ones, from which limits are learnt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +204,6 @@ class Case:
             absent = self._absent(hit, slots.shape[1], generator, near)
             self._fill(layer, slots[~absent], generator)
             missing.append(slots[:, : world.sizes.topk][absent[:, : world.sizes.topk]])
-        world.predictions.usefulness.fill_(1.0)
-        world.predictions.enabled.fill_(1)
-        ready = world.manager._ready
-        if ready is not None:  # what was listed is no longer true
-            ready._in_order = [False] * world.sizes.layers
         world.manager.begin_step()
         return missing
 
@@ -305,12 +306,18 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     for hit in hits:
         times: dict[str, list[float]] = {name: [] for name in variants}
         counts: dict[str, list[int]] = {name: [0, 0, 0] for name in variants}
-        for repeat in range(sizes.repeats):
+        learnt: dict[str, Predictions] = {}
+        for repeat in range(-LEARNING, sizes.repeats):
             for name, (replay, results, kind, near) in variants.items():
-                generator.manual_seed(repeat)
+                generator.manual_seed(repeat + LEARNING)
                 missing = case.prepare(hit, kind, generator, near=near)
+                recall_limits(world.predictions, None if name == "worst" else learnt.get(name))
                 before = world.manager.counters()
-                times[name].append(microseconds(replay, world.flush) / sizes.layers)
+                taken = microseconds(replay, world.flush) / sizes.layers
+                learnt[name] = copy.deepcopy(world.predictions)
+                if repeat < 0:
+                    continue
+                times[name].append(taken)
                 if repeat == 0:
                     case.check(results, missing)
                 for old, new in zip(before, world.manager.counters(), strict=True):
@@ -339,6 +346,16 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
                 for name, row in counts.items()
             },
         }
+
+
+def recall_limits(predictions: Predictions, learnt: Predictions | None) -> None:
+    """Set what limits budgets to what was learnt, or to what a new request has."""
+    if learnt is None:
+        predictions.useful.fill_(torch.inf)
+        predictions.limits.fill_(NO_LIMIT)
+    else:
+        predictions.useful.copy_(learnt.useful)
+        predictions.limits.copy_(learnt.limits)
 
 
 def parts(case: Case) -> dict[str, float]:

@@ -70,7 +70,7 @@ def check_prefetch(row_bytes: int, heads: int) -> None:
     rng = random.Random(heads)
     under_test = LayerUnderTest(layer_in_use(rng, 900, 64 * 60, 0.8, 4096), CUDA, row_bytes)
     on_gpu = OnGpu(make_case(rng, under_test, [900, 0, 700, 64, 1], 3), heads, late=True)
-    on_gpu.case.enabled[on_gpu.case.request_slots[3]] = 0
+    on_gpu.case.limits[on_gpu.case.request_slots[3]] = 0
     on_gpu.set_thresholds(0.2)
     assert on_gpu.prefetch(60, 0, 60)
     on_gpu.prefetch(20, 65536 // 100, 2)

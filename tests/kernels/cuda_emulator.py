@@ -33,6 +33,7 @@ TOPK_THREADS = 256
 TOPK_HELD = 1
 RECALL_THREADS = 64
 LIST_ENTRIES = 256
+LISTED_THREADS = 64
 SHARED_BYTES = 4 * (2 * RECALL_THREADS // 32 + 8)
 """sizeof(RecallShared)."""
 
@@ -85,7 +86,7 @@ class Emulator:
             [str(COMPILER), "-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas",
              "-DECHOKV_EMULATE", f"-DTOPK_THREADS={TOPK_THREADS}",
              f"-DTOPK_HELD={TOPK_HELD}", f"-DLIST_ENTRIES={LIST_ENTRIES}",
-             f"-DRECALL_THREADS={RECALL_THREADS}",
+             f"-DLISTED_THREADS={LISTED_THREADS}", f"-DRECALL_THREADS={RECALL_THREADS}",
              f"-I{FOLDER}", f"-I{HERE}", "-shared", "-fPIC",
              str(HERE / "emulated.cc"), "-o", str(library)],
             check=True,
@@ -191,7 +192,7 @@ class Emulator:
         context_lens: Tensor,
         request_slots: Tensor,
         thresholds: Tensor,
-        enabled: Tensor,
+        limits: Tensor,
         layer: FusedLayer,
         found: Candidates,
         kth_scores: Tensor,
@@ -216,12 +217,12 @@ class Emulator:
         kth_scores.view(torch.int32).fill_(fetch_listed.UNKNOWN)
         shares = torch.zeros((blocks, 3), dtype=torch.int32)
         # What another launch left: candidates of any row, of other epochs.
-        entries = torch.randint(0, 99, (blocks, LIST_ENTRIES, 4), dtype=torch.int32)
+        entries = torch.randint(0, 99, (blocks, scoring, LIST_ENTRIES, 4), dtype=torch.int32)
         lists = CandidateLists(
             entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32)
         )
         prefetch = fetch_listed.prefetch_arguments(
-            layer, request_slots, thresholds, enabled, found, rows_per_unit, least
+            layer, request_slots, thresholds, limits, found, rows_per_unit, least
         )
         contexts = fetch_listed.Contexts(pointer(context_lens), rows, width)
         arguments = PrefetchRun(
@@ -236,7 +237,7 @@ class Emulator:
 
     def candidate_lists(self, device: torch.device) -> CandidateLists:
         """`candidate_lists`; what is here isn't used."""
-        nothing = torch.zeros((0, 0, 4), dtype=torch.int32, device=device)
+        nothing = torch.zeros((0, 0, 0, 4), dtype=torch.int32, device=device)
         return CandidateLists(entries=nothing, epoch=torch.zeros(1, dtype=torch.int32))
 
     def fetches(self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer) -> bool:
@@ -255,7 +256,7 @@ class Emulator:
         max_context_len: int,
         request_slots: Tensor,
         thresholds: Tensor,
-        enabled: Tensor,
+        limits: Tensor,
         layer: FusedLayer,
         lists: CandidateLists,
         found: Candidates,
@@ -271,7 +272,7 @@ class Emulator:
         with fork():
             self.prefetch(
                 scores, block_tables, request_rows, context_lens, request_slots, thresholds,
-                enabled, layer, found, kth_scores, rows_per_unit=rows_per_unit, least=least,
+                limits, layer, found, kth_scores, rows_per_unit=rows_per_unit, least=least,
             )  # fmt: skip
         return scores
 

@@ -14,7 +14,7 @@ struct Arguments {
   const float* scores;  // [rows, width]
   u32* shares;          // [blocks, 3] out
   i32* kth;             // [rows], which the fetching warps look at
-  Listed* lists;        // [blocks, LIST]
+  Listed* lists;        // [blocks, scoring, LIST]
   u32 blocks;           // a table
   u32 scoring;          // warps
   u32 known;            // whether they say in the end what the k-th scores are
@@ -22,19 +22,21 @@ struct Arguments {
   ListedArguments listed;
 };
 
+constexpr u32 MOST_SCORING = 8;
 struct Shared {
-  u32 listed, scored;
+  u32 listed[MOST_SCORING], scored;
 };
 
-static void score_page(const Arguments& a, const Run& run, u32 page, const Listing& to,
+static void score_page(const Arguments& a, const Run& run, u32 page, Listed* list, u32* count,
                        float threshold, u32 lane) {
   const i32* table = a.block_tables + u64(a.request_rows[run.row]) * a.blocks;
   for (u32 half = 0; half < PAGE_TOKENS; half += WARP) {
     const u32 position = page * PAGE_TOKENS + half + lane;
     const bool inside = position < run.tokens;
     const float score = inside ? a.scores[u64(run.row) * a.listed.contexts.width + position] : 0;
-    list_candidates(to, inside && score >= threshold,
-                    table[page] * i32(PAGE_TOKENS) + i32(half + lane), score, run.row, lane);
+    list_candidates(list, count, inside && score >= threshold,
+                    table[page] * i32(PAGE_TOKENS) + i32(half + lane), score, run.row,
+                    *a.listed.epoch, lane);
   }
 }
 
@@ -43,7 +45,8 @@ static void kernel(const Arguments& a) {
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   const PrefetchArguments& prefetch = a.listed.prefetch;
   const Contexts& contexts = a.listed.contexts;
-  if (thread == 0) shared->listed = shared->scored = 0;
+  if (thread < MOST_SCORING) shared->listed[thread] = 0;
+  if (thread == 0) shared->scored = 0;
   const Share share = share_of(contexts, block_index(), grid_size(), lane);
   block_sync();
   if (warp >= a.scoring) {
@@ -54,19 +57,17 @@ static void kernel(const Arguments& a) {
     const u32 found[3] = {share.row, share.page, share.pages};
     std::copy(found, found + 3, a.shares + 3 * block_index());
   }
-  const Listing to = {a.lists + u64(block_index()) * LIST, &shared->listed, *a.listed.epoch};
-  u32 count = 0;
+  Listed* list = a.lists + u64(block_index() * a.scoring + warp) * LIST;
+  u32 pages = 0;
   for (Run run = first_run(contexts, share); run.pages != 0; next_run(contexts, &run)) {
     const float threshold = threshold_of(prefetch.request_slots, prefetch.thresholds, run.row);
     for (u32 page = run.page; page < run.page + run.pages; page++)
-      if (count++ % a.scoring == warp) score_page(a, run, page, to, threshold, lane);
+      if (pages++ % a.scoring == warp)
+        score_page(a, run, page, list, shared->listed + warp, threshold, lane);
   }
-  if (lane == 0) atomicAdd(&shared->scored, 1u);
-  if (warp != 0) return;
-  while (load_from_block(&shared->scored) != a.scoring) pause();
-  end_list(to, LISTED_THREADS, lane);
-  if (a.known && lane == 0)
-    for (u32 row = 0; row < contexts.rows; row++) store_shared_value(a.kth + row, 0);
+  end_list(list, shared->listed[warp], LISTED_THREADS / a.scoring, *a.listed.epoch, lane);
+  if (!a.known || lane != 0 || atomicAdd(&shared->scored, 1u) + 1 != a.scoring) return;
+  for (u32 row = 0; row < contexts.rows; row++) store_shared_value(a.kth + row, 0);
 }
 }  // namespace prefetching
 

@@ -80,7 +80,7 @@ class OnGpu:
         slots = under_test.model.device_slots
         ready = under_test.choose(recall, FLOOR, slots)
         before = copy.deepcopy(under_test.model)
-        tensors = (ints(case.request_slots), case.thresholds.cuda(), case.enabled.cuda())
+        tensors = (ints(case.request_slots), case.thresholds.cuda(), case.limits.cuda())
         found = Candidates.room(len(case.lens), most, CUDA)
         kth_scores = torch.empty(len(case.lens), device=CUDA)
         put_off: list[tuple[Any, CandidateLists]] = []
@@ -116,7 +116,7 @@ def test_prefetch(row_bytes: int, heads: int) -> None:
         lens = [5000, 0, 8191, 63, 1, 64, 4097, 2048, 0, 6000]
         on_gpu = OnGpu(make_case(rng, under_test, lens, shared_blocks=20), heads)
         case = on_gpu.case
-        case.enabled[case.request_slots[6]] = 0
+        case.limits[case.request_slots[6]] = 0
         case.request_slots[7] = -1
         on_gpu.set_thresholds(0.05)
         case.thresholds[case.request_slots[2]] = torch.inf
@@ -181,7 +181,7 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
     truth = host.rows[0].cuda()
     request_slots = ints([0, -1, 1, 2, 3, 4])
     thresholds = torch.full((5,), torch.inf, device=CUDA)
-    enabled = torch.ones(5, dtype=torch.int32, device=CUDA)
+    limits = torch.ones(5, dtype=torch.int32, device=CUDA)
     totals = torch.zeros((1, TOTALS), dtype=torch.int64, device=CUDA)
     wrong = torch.zeros(1, dtype=torch.int64, device=CUDA)
     found, kth_scores = Candidates.room(rows, most, CUDA), torch.empty(rows, device=CUDA)
@@ -189,7 +189,7 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
     def step() -> None:
         manager.begin_step()
         scores = prefetch.index_scores_prefetch(
-            *on_gpu.arguments, request_slots, thresholds, enabled,
+            *on_gpu.arguments, request_slots, thresholds, limits,
             fused_layer_of(manager, host, totals), on_gpu.lists, found, kth_scores, on_gpu.fork,
             rows_per_unit=0, least=most,
         )  # fmt: skip
@@ -214,7 +214,7 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
         if replay % 3 == 0:
             query.normal_()
         thresholds.copy_(hostile[torch.randint(7, (5,), device=CUDA)])
-        enabled.random_(0, 3)
+        limits.random_(-1, 40)
         graph.replay()
         if replay % 250 == 249:
             manager.check()

@@ -46,7 +46,7 @@ def prefetch_from(
     found = Candidates.room(len(case.lens), most, CPU)
     emulator.prefetch(
         case.scores, case.tables, ints(case.request_rows), ints(case.lens),
-        ints(case.request_slots), case.thresholds, case.enabled, case.fused_layer(FLOOR, slots),
+        ints(case.request_slots), case.thresholds, case.limits, case.fused_layer(FLOOR, slots),
         found, torch.empty(len(case.lens)), rows_per_unit=rows_per_unit, least=least, **how,
     )  # fmt: skip
     budgets = [case.budget(row, most, rows_per_unit, least) for row in range(len(case.lens))]
@@ -55,7 +55,7 @@ def prefetch_from(
 
 @pytest.mark.parametrize("row_bytes", [16, 656, 2304])
 def test_prefetch(emulator: Emulator, row_bytes: int) -> None:
-    """Requests that share blocks, padding, one without prediction and one switched off."""
+    """Requests that share blocks, padding, one without prediction and some with limits."""
     for seed in range(8):
         case = mixed_case(random.Random(seed), FLOOR, row_bytes)
         assert prefetch(emulator, case, 40, 65536 // 8, 3)
@@ -67,7 +67,7 @@ def test_prefetch_in_many_orders(emulator: Emulator) -> None:
         rng = random.Random(seed)
         case = contended_case(rng, FLOOR)
         prefetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
-                 blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 3]),
+                 blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 2, 4]),
                  known=rng.choice([False, True]),
                  tick=rng.choice([0, 0, 10**5, 10**7]))  # fmt: skip
 
@@ -144,7 +144,7 @@ def test_no_candidate_counts_twice_when_lists_overflow(emulator: Emulator) -> No
         under_test = LayerUnderTest(LayerModel(100, 3200), CPU)
         case = make_case(rng, under_test, [1500, 1100])
         case.thresholds.fill_(-torch.inf)
-        case.enabled.zero_()
+        case.limits.zero_()
         assert prefetch(emulator, case, 2000, 0, 2000, blocks=1) == set()
 
 
@@ -198,7 +198,7 @@ def test_shares_cover_every_page_once(emulator: Emulator, blocks: int) -> None:
         case = make_case(rng, under_test, [0])
         shares = emulator.prefetch(
             torch.zeros(rows, width), torch.zeros((1, 8), dtype=torch.int32), ints([0] * rows),
-            ints(lens), ints([-1] * rows), case.thresholds, case.enabled,
+            ints(lens), ints([-1] * rows), case.thresholds, case.limits,
             case.fused_layer(FLOOR, 8), Candidates.room(rows, 1, CPU), torch.empty(rows),
             rows_per_unit=0, least=0, blocks=blocks, scoring=1,
         )  # fmt: skip

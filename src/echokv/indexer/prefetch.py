@@ -21,9 +21,10 @@ from echokv.kernels.protocol import Kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.slots import HostSlots
 
-ROW_BYTES_PER_TOKEN = 1.64
-"""Bytes that PCIe moves while the indexer reads one token's key: 0.0025 rows of 656 B, 0.0014 of
-1152 B, at 52 GB/s against 132 B at 4.2 TB/s."""
+ROW_BYTES_PER_TOKEN = 9.84
+"""Of a request's budget: 0.015 rows of 656 B a token, six times what PCIe moves while the indexer
+reads the token's key (52 GB/s against 132 B at 4.2 TB/s). The top-k's time comes on top, and other
+requests may need less; what is asked for too much stops when the selection is known."""
 
 QUERY_BLOCK = 256
 """Queries that are scored together in a prefill pass, so that their rows move beside the next."""
@@ -45,7 +46,7 @@ class PrefetchBudget:
 
     @classmethod
     def of(cls, fmt: RowFormat) -> "PrefetchBudget":
-        """As many as PCIe moves while the indexer scores the context."""
+        """As many as could move while one long context among short ones is scored and selected."""
         return cls(
             rows_per_unit=round(ROW_BYTES_PER_TOKEN * BUDGET_UNIT / fmt.row_bytes), least=LEAST_ROWS
         )
@@ -197,7 +198,7 @@ class Prefetcher:
             batch.max_context_len,
             batch.request_slots,
             self.predictions.thresholds[index_layer],
-            self.predictions.enabled[index_layer],
+            self.predictions.limits[index_layer],
             target,
             self._lists,
             self._found,
@@ -232,8 +233,8 @@ class Prefetcher:
             here.found.scores,
             here.found.counts,
             state.thresholds.view(-1),
-            state.usefulness.view(-1),
-            state.enabled.view(-1),
+            state.useful.view(-1),
+            state.limits.view(-1),
         )
         self._cache.count_useful(self._decoder_layers, here.found.host_slots.view(layers, -1))
 
@@ -274,7 +275,7 @@ class Prefetcher:
             batch.request_rows[:real],
             batch.request_slots[:real],
             self.predictions.thresholds[index_layer],
-            self.predictions.enabled[index_layer],
+            self.predictions.limits[index_layer],
             self._cache.state.host_to_device[layer],
             most=self._most,
             rows_per_unit=self._budget.rows_per_unit,
@@ -305,7 +306,7 @@ class Prefetcher:
                 found.scores,
                 found.counts,
                 predictions.thresholds[index_layer],
-                predictions.usefulness[index_layer],
-                predictions.enabled[index_layer],
+                predictions.useful[index_layer],
+                predictions.limits[index_layer],
             )
         )

@@ -156,7 +156,7 @@ class FusedPrefetch(Protocol):
         max_context_len: int,
         request_slots: Tensor,
         thresholds: Tensor,
-        enabled: Tensor,
+        limits: Tensor,
         layer: FusedLayer,
         lists: CandidateLists,
         found: Candidates,
@@ -325,7 +325,7 @@ class Kernels(Fp8Kernels, ModelKernels, Protocol):
         request_rows: Tensor,
         request_slots: Tensor,
         thresholds: Tensor,
-        enabled: Tensor,
+        limits: Tensor,
         host_to_device: Tensor,
         *,
         most: int,
@@ -340,8 +340,8 @@ class Kernels(Fp8Kernels, ModelKernels, Protocol):
         candidate_scores: Tensor,
         num_candidates: Tensor,
         thresholds: Tensor,
-        usefulness: Tensor,
-        enabled: Tensor,
+        useful: Tensor,
+        limits: Tensor,
     ) -> None: ...
 
     def count_useful(

@@ -14,14 +14,17 @@ from echokv.kernels.cuda.recall import Layer, layer_of
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.prefetch_args import CandidateLists, Candidates
 
-THREADS = 64
-"""Of a block: all of them read the list of one scoring block."""
+THREADS = 128
+"""Of a block."""
+
+LISTS = 16
+"""Lists of a scoring block, one a warp that scores."""
 
 MODULE = CudaModule("fetch_listed", threads=THREADS)
 KERNELS = ("fetch_listed",)
 
-LIST_ENTRIES = 1024
-"""Candidates of a scoring block; it forgets what comes after them."""
+LIST_ENTRIES = 128
+"""Candidates of a scoring warp; it forgets what comes after them."""
 
 UNKNOWN = 0x7FC0DEAD
 """The bits of a k-th score that isn't known yet."""
@@ -45,7 +48,7 @@ class PrefetchArguments(Arguments):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "request_slots", "thresholds", "enabled", "counts", "host_slots", "scores",
+                "request_slots", "thresholds", "limits", "counts", "host_slots", "scores",
             )
         ),
         *((name, ctypes.c_uint32) for name in ("most", "rows_per_unit", "least", "rows")),
@@ -60,14 +63,16 @@ class ListedArguments(Arguments):
         ("contexts", Contexts),
         *((name, ctypes.c_void_p) for name in ("lists", "epoch", "kth")),
         ("host_bytes", ctypes.c_uint64),
+        ("num_lists", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
     )
 
 
 def candidate_lists(device: torch.device) -> CandidateLists:
-    """Empty ones, one for each SM."""
+    """Empty ones, for as many scoring blocks as there are SMs."""
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     return CandidateLists(
-        entries=torch.zeros((blocks, LIST_ENTRIES, 4), dtype=torch.int32, device=device),
+        entries=torch.zeros((blocks, LISTS, LIST_ENTRIES, 4), dtype=torch.int32, device=device),
         epoch=torch.zeros(1, dtype=torch.int32, device=device),
     )
 
@@ -76,7 +81,7 @@ def prefetch_arguments(
     layer: FusedLayer,
     request_slots: Tensor,
     thresholds: Tensor,
-    enabled: Tensor,
+    limits: Tensor,
     found: Candidates,
     rows_per_unit: int,
     least: int,
@@ -84,7 +89,7 @@ def prefetch_arguments(
     """What kernels that fetch take; see `index_scores_prefetch`."""
     rows, most = found.host_slots.shape
     return PrefetchArguments(
-        layer_of(layer), pointer(request_slots), pointer(thresholds), pointer(enabled),
+        layer_of(layer), pointer(request_slots), pointer(thresholds), pointer(limits),
         pointer(found.counts), pointer(found.host_slots), pointer(found.scores), most,
         rows_per_unit, least, rows,
     )  # fmt: skip
@@ -100,11 +105,11 @@ def listed_arguments(
     """What `fetch_listed` takes."""
     return ListedArguments(
         prefetch, contexts, pointer(lists.entries), pointer(lists.epoch), pointer(kth_scores),
-        host_bytes,
+        host_bytes, lists.entries.shape[1], 0,
     )  # fmt: skip
 
 
 def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:
-    """Fetch what is listed until all is, or the k-th scores are known; one block for each list."""
+    """Fetch what is listed until all is, or the k-th scores are known; one block for each that scores."""
     blocks, device = lists.entries.shape[0], lists.entries.device
     MODULE.launch("fetch_listed", arguments, device, blocks=blocks)

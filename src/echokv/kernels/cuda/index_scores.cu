@@ -48,14 +48,13 @@ struct ScoresShared {
   Barrier query_full[QUERY_STAGES], query_empty[QUERY_STAGES];
   // From here on only with prefetch.
   float thresholds[QUERY_STAGES];  // of the queries' rows
+  u32 listed[SCORING_WARPS];       // by each of them
   u32 epoch;
-  u32 listed;      // candidates
-  Barrier scored;  // by all warps that score
 };
 
 // What index_scores.py asks for.
-constexpr u32 FOR_PREFETCH = 48;
-static_assert(sizeof(ScoresShared) == 110208, "PREFETCHING_SHARED_BYTES");
+constexpr u32 FOR_PREFETCH = 176;
+static_assert(sizeof(ScoresShared) == 110336, "PREFETCHING_SHARED_BYTES");
 static_assert(sizeof(ScoresShared) - FOR_PREFETCH == 110160, "SHARED_BYTES");
 
 struct QueryArguments {
@@ -88,7 +87,7 @@ struct ScoresArguments {
 struct ListingArguments {
   const i32* request_slots;  // [rows], entries of thresholds; -1: none
   const float* thresholds;   // [slots], predicted k-th scores
-  Listed* lists;             // [blocks, LIST]
+  Listed* lists;             // [blocks, SCORING_WARPS, LIST]
   const u32* epoch;          // [1]
   u32 readers;               // threads that read a list
   u32 pad;
@@ -241,10 +240,6 @@ DEVICE void bring_queries(const ScoresArguments& a, const ListingArguments* list
   }
 }
 
-DEVICE Listing listing_of(const ListingArguments& a, ScoresShared* shared) {
-  return {a.lists + u64(block_index()) * LIST, &shared->listed, shared->epoch};
-}
-
 // What no page covers: -inf from each row's last page to the row's end. Warps of every block.
 DEVICE void fill_rest(const ScoresArguments& a, u32 warp, u32 warps, u32 lane) {
   const u32 pages = a.contexts.width / PAGE_TOKENS;
@@ -317,6 +312,16 @@ DEVICE float sum_of_quad(float value) {
   return value + __shfl_xor_sync(ALL_LANES, value, 2);
 }
 
+DEVICE Listed* list_of_warp(const ListingArguments& a, u32 thread) {
+  return a.lists + u64(block_index() * SCORING_WARPS + thread / WARP) * LIST;
+}
+
+// The epoch, by a warp that may have had no query and so hasn't waited for the kernel before.
+DEVICE u32 epoch_of(const ListingArguments& a) {
+  wait_for_previous_kernel();
+  return *a.epoch;
+}
+
 // The pages of one warpgroup.
 template <u32 HEADS, bool PREFETCH>
 DEVICE void score_pages(const ScoresArguments& a, const ListingArguments* listing,
@@ -361,11 +366,14 @@ DEVICE void score_pages(const ScoresArguments& a, const ListingArguments* listin
     if (writes) a.out[u64(note.row) * a.contexts.width + note.first + mine] = score;
     if (PREFETCH) {
       const float threshold = shared->thresholds[query.sequence % QUERY_STAGES];
-      list_candidates(listing_of(*listing, shared), writes && mine < tokens && score >= threshold,
-                      i32(note.id * PAGE_TOKENS + mine), score, note.row, lane);
+      list_candidates(list_of_warp(*listing, thread), shared->listed + thread / WARP,
+                      writes && mine < tokens && score >= threshold,
+                      i32(note.id * PAGE_TOKENS + mine), score, note.row, shared->epoch, lane);
     }
   }
-  if (PREFETCH && lane == 0) barrier_arrive(&shared->scored);
+  if (PREFETCH)
+    end_list(list_of_warp(*listing, thread), shared->listed[thread / WARP], listing->readers,
+             epoch_of(*listing), lane);
 }
 
 template <u32 HEADS, bool PREFETCH>
@@ -380,10 +388,7 @@ DEVICE void index_scores(const ScoresArguments& a, const ListingArguments* listi
     barrier_init(&shared->query_full[thread], 1);
     barrier_init(&shared->query_empty[thread], SCORING_WARPS);
   }
-  if (PREFETCH && thread == 0) {
-    barrier_init(&shared->scored, SCORING_WARPS);
-    shared->listed = 0;
-  }
+  if (PREFETCH && thread < SCORING_WARPS) shared->listed[thread] = 0;
   barrier_init_done();
   // Sent for now, before the share is known.
   const i32 first_requests = lane < a.contexts.rows ? a.request_rows[lane] : 0;
@@ -399,10 +404,6 @@ DEVICE void index_scores(const ScoresArguments& a, const ListingArguments* listi
       break;
     case 1:
       if (lane == 0) bring_queries<HEADS>(a, listing, shared, share);
-      if (!PREFETCH) break;
-      barrier_wait(&shared->scored, 0);
-      __syncwarp();
-      end_list(listing_of(*listing, shared), listing->readers, lane);
       break;
     default:
       fill_rest(a, 2 * block_index() + warp % 2, 2 * grid_size(), lane);

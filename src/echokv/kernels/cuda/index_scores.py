@@ -15,6 +15,7 @@ from torch import Tensor
 from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda.fetch_listed import THREADS as FETCHING_THREADS
 from echokv.kernels.cuda.fetch_listed import (
+    LISTS,
     Contexts,
     fetch_listed,
     listed_arguments,
@@ -44,7 +45,7 @@ _WARPS = 20
 _STAGES, _QUERY_STAGES, _PAGE_BYTES = 8, 5, 64 * (HEAD_DIM + 4)
 SHARED_BYTES = (_STAGES + _QUERY_STAGES) * (_PAGE_BYTES + 16) + 16 * _STAGES
 """ScoresShared without what only prefetching needs."""
-PREFETCHING_SHARED_BYTES = SHARED_BYTES + 48
+PREFETCHING_SHARED_BYTES = SHARED_BYTES + 176
 """All of it."""
 
 
@@ -141,7 +142,7 @@ def index_scores_prefetch(
     max_context_len: int,
     request_slots: Tensor,
     thresholds: Tensor,
-    enabled: Tensor,
+    limits: Tensor,
     layer: FusedLayer,
     lists: CandidateLists,
     found: Candidates,
@@ -155,11 +156,11 @@ def index_scores_prefetch(
 
     A candidate is a position inside the context whose score is at least the row's threshold and
     whose row is absent from the layer when it is looked up. A row of the pass has a budget of
-    least + context_len * rows_per_unit / BUDGET_UNIT candidates, at most `most`: the first that are
-    found, in whatever order. Where prefetching is enabled they are fetched, each once however many
-    requests share it, at priority `floor`, into the slots that are next on the ready list, until
+    least + context_len * rows_per_unit / BUDGET_UNIT candidates, at most `most` and its limit: the
+    first that are found, in whatever order. They are fetched, each once however many requests share
+    it, at priority `floor`, into the slots that are next on the ready list, until
     the row's k-th score is written to kth_scores, which `topk` does. A candidate that comes
-    when its block's list is full is forgotten. The scores are those of `index_scores`, bit for bit.
+    when its warp's list is full is forgotten. The scores are those of `index_scores`, bit for bit.
 
     Args:
         query: [T, H, 128], and the rest as for `index_scores`, of shapes that `takes` allows.
@@ -170,9 +171,9 @@ def index_scores_prefetch(
         request_rows: [T] int32.
         context_lens: [T] int32.
         max_context_len: the largest of context_lens.
-        request_slots: [T] int32, each row's entry of thresholds and enabled; -1 for none.
+        request_slots: [T] int32, each row's entry of thresholds and limits; -1 for none.
         thresholds: [S] float32, predicted k-th scores; +inf and NaN: no prediction.
-        enabled: [S] int32, 0 where nothing is to be fetched.
+        limits: [S] int32: most rows of each, whatever its budget by length.
         layer: in place; totals count prefetched rows as recalled and allocated, and who left. The
             pool must have room for T * most rows beside what else is protected in this step. Rows
             of whole, aligned sixteen-byte words.
@@ -194,7 +195,7 @@ def index_scores_prefetch(
     layer.check()
     check_tensor("request_slots", request_slots, (rows,), torch.int32, device=device)
     check_tensor("thresholds", thresholds, (None,), torch.float32, device=device)
-    check_tensor("enabled", enabled, (thresholds.shape[0],), torch.int32, device=device)
+    check_tensor("limits", limits, (thresholds.shape[0],), torch.int32, device=device)
     check_tensor("found.host_slots", found.host_slots, (rows, most), torch.int32, device=device)
     check_tensor("kth_scores", kth_scores, (rows,), torch.float32, device=device)
     if not fetches(query, pages, fmt, layer):
@@ -210,7 +211,7 @@ def index_scores_prefetch(
         return out
     images = quantise_query(query, weights, (found, kth_scores, lists))
     prefetch = prefetch_arguments(
-        layer, request_slots, thresholds, enabled, found, rows_per_unit, least
+        layer, request_slots, thresholds, limits, found, rows_per_unit, least
     )
     contexts = Contexts(pointer(context_lens), rows, out.shape[1])
     with fork():
@@ -218,7 +219,7 @@ def index_scores_prefetch(
         fetch_listed(how, lists)
     listing = ListingArguments(
         pointer(request_slots), pointer(thresholds), pointer(lists.entries), pointer(lists.epoch),
-        FETCHING_THREADS, 0,
+        FETCHING_THREADS // LISTS, 0,
     )  # fmt: skip
     score_images(images, heads, pages, block_tables, request_rows, context_lens, out, listing)
     return out

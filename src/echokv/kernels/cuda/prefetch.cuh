@@ -1,14 +1,14 @@
 // Fetching rows that beat a prediction, beside what makes their scores or selects among them.
 //
-//   scoring block --candidates--> its list, in device memory --> fetching block --claims--> device pool
+//   scoring warps --candidates--> lists, in device memory --> fetching warps --claims--> device pool
 //
-// A candidate is a position whose score is at least the row's predicted k-th score. Scoring block b
-// of `index_scores` puts its candidates on list b as it makes their scores; block b of
-// `fetch_listed`, a launch on another stream that shares the SMs with it and then with the top-k,
-// takes them off. The scoring block waits for nobody: a list that is full forgets a candidate, which
-// costs a later recall and nothing else. An entry is written whole, and carries the epoch of the
-// launch, so that nothing need be emptied: what another launch has left is of another epoch. At its
-// end a scoring block puts an END for each thread that reads.
+// A candidate is a position whose score is at least the row's predicted k-th score. Each warp of
+// `index_scores` that makes scores puts its candidates on a list of its own, without an atomic. Block
+// b of `fetch_listed`, a launch on another stream that shares the SMs with the scores and then with
+// the top-k, reads the lists of scoring block b. Nobody who scores waits: a list that is full forgets
+// a candidate, which costs a later recall and nothing else. An entry is written whole, and carries
+// the epoch of the launch, so that nothing need be emptied: what another launch has left is of
+// another epoch. After its last page a warp puts an END for each thread that reads its list.
 //
 // A fetching warp drops candidates that are resident, and asks the row's budget for the others:
 // `counts` is raised by as many, and what exceeds the budget is given back, so that it ends at what
@@ -30,15 +30,15 @@
 #include "schedule.cuh"
 
 #ifndef LIST_ENTRIES
-#define LIST_ENTRIES 1024
+#define LIST_ENTRIES 128
 #endif
-constexpr u32 LIST = LIST_ENTRIES;
+constexpr u32 LIST = LIST_ENTRIES;  // of a scoring warp
 constexpr i32 END = -3;  // instead of a host slot: nothing will follow
 constexpr u32 UNKNOWN = 0x7fc0dead;  // a k-th score that isn't there yet; no score is this NaN
 constexpr u64 PATIENCE = 1000000;    // nanoseconds
 constexpr u64 HOST_PAGE = 2u << 20;  // bytes
 #ifndef LISTED_THREADS
-#define LISTED_THREADS 64
+#define LISTED_THREADS 128
 #endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
 constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
@@ -59,9 +59,9 @@ struct alignas(16) Listed {
 
 struct PrefetchArguments {
   Layer layer;               // whose totals count what is prefetched
-  const i32* request_slots;  // [rows], entries of thresholds and enabled; -1: none
+  const i32* request_slots;  // [rows], entries of thresholds and limits; -1: none
   const float* thresholds;   // [slots], predicted k-th scores
-  const i32* enabled;        // [slots]
+  const i32* limits;         // [slots], most rows of each
   i32* counts;               // [rows], candidates within the budget; 0 at first
   i32* host_slots;           // [rows, most], those that were fetched; -1 at first
   float* scores;             // [rows, most], of all candidates within the budget; -inf at first
@@ -79,8 +79,10 @@ DEVICE float threshold_of(const i32* request_slots, const float* thresholds, u32
 }
 
 DEVICE u32 budget_of(const PrefetchArguments& a, const Contexts& contexts, u32 row) {
+  const i32 limit = a.limits[a.request_slots[row]];
+  const u32 most = limit < 0 ? 0 : smaller(limit, a.most);
   const u64 by_length = u64(tokens_of(contexts, row)) * a.rows_per_unit / BUDGET_UNIT;
-  return by_length + a.least < a.most ? u32(by_length) + a.least : a.most;
+  return by_length + a.least < most ? u32(by_length) + a.least : most;
 }
 
 // What one lane has in hand.
@@ -202,56 +204,45 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   copy_rows(layer, part, host_slot, victim.slot, claims, lane);
 }
 
-// Put the lanes' candidates on their rows' lists as far as budgets go. Where: ALL_LANES if nowhere,
-// or if the row isn't to be fetched.
-DEVICE u32 put_on_list(const PrefetchArguments& a, const Contexts& contexts,
+// Note the lanes' candidates that are absent, as far as budgets go. Where: ALL_LANES if nowhere.
+DEVICE u32 note_absent(const PrefetchArguments& a, const Contexts& contexts,
                        const Candidate& candidate, u32 lane) {
   i32 found = 0;
-  bool enabled = false;
-  if (candidate.valid) {
-    found = load_shared_value(a.layer.host_to_device + candidate.host_slot);
-    enabled = a.enabled[a.request_slots[candidate.row]] != 0;
-  }
+  if (candidate.valid) found = load_shared_value(a.layer.host_to_device + candidate.host_slot);
   const u32 place = ask_budget(a, contexts, candidate.row, found < 0, lane);
   if (found >= 0 || place >= a.most) return ALL_LANES;
   const u32 at = candidate.row * a.most + place;
   a.scores[at] = candidate.score;
-  return enabled ? at : ALL_LANES;
+  return at;
 }
 
-// What a scoring block has.
-struct Listing {
-  Listed* list;   // [LIST], its own
-  u32* count;     // candidates so far, listed or not; in shared memory
-  u32 epoch;
-};
-
-// List the lanes' candidates; all of a warp.
-DEVICE void list_candidates(const Listing& to, bool candidate, i32 host_slot, float score, u32 row,
-                            u32 lane) {
+// List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
+DEVICE void list_candidates(Listed* list, u32* count, bool candidate, i32 host_slot, float score,
+                            u32 row, u32 epoch, u32 lane) {
   const u32 chosen = __ballot_sync(ALL_LANES, candidate);
   if (chosen == 0) return;
-  u32 first = 0;
-  if (lane == 0) first = atomicAdd(to.count, u32(__popc(chosen)));
-  const u32 at = __shfl_sync(ALL_LANES, first, 0) + __popc(chosen & ((1u << lane) - 1));
-  if (candidate && at < LIST)
-    store_whole(to.list + at, {u32(host_slot), float_bits(score), row, to.epoch});
+  const u32 before = *count, at = before + __popc(chosen & ((1u << lane) - 1));
+  warp_sync();
+  if (lane == 0) *count = before + __popc(chosen);
+  warp_sync();
+  if (candidate && at < LIST) store_whole(list + at, {u32(host_slot), float_bits(score), row, epoch});
 }
 
-// After the block's last candidate: an END for each of its readers. One warp.
-DEVICE void end_list(const Listing& to, u32 readers, u32 lane) {
-  const u32 count = *to.count;
+// After a warp's last candidate: an END for each of the threads that read its list.
+DEVICE void end_list(Listed* list, u32 count, u32 readers, u32 epoch, u32 lane) {
   for (u32 at = count + lane; at < count + readers && at < LIST; at += WARP)
-    store_whole(to.list + at, {u32(END), 0, 0, to.epoch});
+    store_whole(list + at, {u32(END), 0, 0, epoch});
 }
 
 struct ListedArguments {
   PrefetchArguments prefetch;
   Contexts contexts;
-  const Listed* lists;  // [blocks, LIST]
+  const Listed* lists;  // [blocks, lists, LIST]
   const u32* epoch;     // [1]
   const i32* kth;       // [rows], bits of the true k-th scores; UNKNOWN until they are known
   u64 host_bytes;       // of the layer's host rows
+  u32 num_lists;        // of a scoring block; divides the threads of one that fetches
+  u32 pad;
 };
 
 // Read a word of every page of host memory that rows may come from. Measured: rows from more than
@@ -264,12 +255,16 @@ DEVICE void touch_pages(const ListedArguments& a, u32 thread) {
     load_row_words(a.prefetch.layer.host_rows + at);
 }
 
+// Whether a row's selection isn't known yet.
+DEVICE bool is_open(const ListedArguments& a, u32 row) {
+  return u32(load_shared_value(a.kth + row)) == UNKNOWN;
+}
+
 // Fetch what lanes have found, a few at a time, until the rows' selections are known.
 DEVICE void fetch_found(const ListedArguments& a, Candidate candidate, i32 floor, Fetched* fetched,
                         u32 lane) {
-  const i32* kth = a.kth + candidate.row;
-  candidate.valid = candidate.valid && u32(load_shared_value(kth)) == UNKNOWN;
-  const u32 at = put_on_list(a.prefetch, a.contexts, candidate, lane);
+  candidate.valid = candidate.valid && is_open(a, candidate.row);
+  const u32 at = note_absent(a.prefetch, a.contexts, candidate, lane);
   u32 left = __ballot_sync(ALL_LANES, at != ALL_LANES);
   while (left != 0) {
     u32 now = 0;
@@ -278,29 +273,30 @@ DEVICE void fetch_found(const ListedArguments& a, Candidate candidate, i32 floor
       now |= left & -left;
       left &= left - 1;
     }
-    const i32 then = left != 0 ? load_shared_value(kth) : 0;
     take_in(a.prefetch, now >> lane & 1, candidate.host_slot, at, floor, fetched, lane);
-    left &= __ballot_sync(ALL_LANES, u32(then) == UNKNOWN);
+    if (left != 0)
+      left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
   }
 }
 
 // A thread of a block that fetches what the scoring block of the same number lists.
 DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
   const u32 lane = thread % WARP, epoch = *a.epoch;
-  const Listed* list = a.lists + u64(block_index()) * LIST;
+  const Listed* list = a.lists + u64(block_index() * a.num_lists + thread % a.num_lists) * LIST;
 #ifndef NO_TOUCH
   touch_pages(a, thread);
 #endif
   const i32 floor = *a.prefetch.layer.floor;
   Fetched fetched = {0, 0};
-  u32 place = thread;
+  const u32 step = LISTED_THREADS / a.num_lists;
+  u32 place = thread / a.num_lists;
   bool over = false;
   for (u64 since = nanoseconds();;) {
     Words entry = {0, 0, 0, epoch + 1};
     if (!over) entry = load_whole(list + place);
     const bool seen = entry.w == epoch;
     const bool found = seen && i32(entry.x) != END;
-    if (seen) place += LISTED_THREADS;
+    if (seen) place += step;
     over = over || seen != found || place >= LIST;
     if (__any_sync(ALL_LANES, found)) {
       const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
