@@ -18,7 +18,6 @@ import torch
 from tests.kernels.cache_model import layer_in_use
 from tests.kernels.prefetch_model import make_case
 from tests.kernels.resident_model import LayerUnderTest, selection
-from tests.kernels.test_cuda_emulated import layer
 from tests.kernels.test_cuda_prefetch import OnGpu
 
 from echokv.kernels.cuda import recall, topk
@@ -30,7 +29,7 @@ def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None
     """Victims, append and make_resident of one layer through three steps."""
     rng = random.Random(row_bytes * rows)
     floor, slots = 4096, 600
-    under_test = LayerUnderTest(layer(rng, slots, 1200, 0.8, floor), CUDA, row_bytes)
+    under_test = LayerUnderTest(layer_in_use(rng, slots, 1200, 0.8, floor), CUDA, row_bytes)
     for _ in range(3):
         under_test.choose(recall, floor, slots)
         under_test.append(recall, [-1, *rng.sample(range(1200), 40)], floor, slots)
