@@ -7,9 +7,9 @@
 `record` runs the demo model, four requests at once, and keeps for each decode step and layer the
 host slots of the 4k best scores, and those scores. `study` replays them through a pool that evicts
 by recency, then by score, of the size that gives a hit rate, and asks of each way to predict the
-k-th score: which absent rows would have beaten it, and which of them were selected. "budget" takes
-a random eighth of k of them at most, as the first that are found are. All but the first 20 steps
-count.
+k-th score: which absent rows would have beaten it, and which of them were selected: all of them;
+within a "budget" of an eighth of k, at random, as the first that are found are; and within "limits"
+that are learnt as the product's are. All but the first 20 steps count.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from echokv.engine.engine import Engine
 from echokv.engine.offline import drive
 from echokv.engine.sampling_params import SamplingParams
 from echokv.indexer.indexer import Indexer, Selection
+from echokv.kernels.prefetch_args import PROBES, ROWS_FOR_A_USEFUL_ONE, USEFUL_ALPHA
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -41,6 +42,7 @@ TASKS = ["kv_uuid", "multi_needle", "kv_names", "variables"]
 HITS = (0.97, 0.9, 0.76)
 PARTS = 8  # of k, by which shares of absent rows are given
 QUANTILES = 20
+WAYS = ("all", "budget", "limits")
 SMALLEST, LARGEST = 1024, 9000  # pools, for four requests that select 256 rows each
 
 
@@ -176,7 +178,8 @@ def judge(slots: Ints, scores: Floats, topk: int, hit: float) -> dict[str, Any]:
     capacity = capacity_for(slots, topk, hit)
     rng = np.random.default_rng(1)
     by_rank, steps, misses = np.zeros(slots.shape[3]), 0, []
-    named = {name: np.zeros((2, 2)) for name in PREDICTORS}  # all, within budget: useful, in vain
+    named = {name: np.zeros((len(WAYS), 2)) for name in PREDICTORS}  # useful, in vain
+    lately: dict[tuple[str, int, int], float] = {}  # useful rows, by predictor, layer and request
     for layer, step, absent in absences(slots, topk, capacity):
         by_rank += absent.sum(axis=0)
         steps += absent.shape[0]
@@ -186,10 +189,12 @@ def judge(slots: Ints, scores: Floats, topk: int, hit: float) -> dict[str, Any]:
             for name, predict in PREDICTORS.items():
                 beating = scores[layer, step, row] >= predict(past)
                 ranks = np.flatnonzero(beating & absent[row])
-                some = rng.permutation(ranks)[: topk // 8]
-                for at, taken in enumerate((ranks, some)):
+                order, key = rng.permutation(ranks), (name, layer, row)
+                limit = PROBES + int(ROWS_FOR_A_USEFUL_ONE * lately.get(key, float(topk)))
+                for at, taken in enumerate((ranks, order[: topk // 8], order[:limit])):
                     useful = int((taken < topk).sum())
                     named[name][at] += (useful, taken.size - useful)
+                lately[key] = USEFUL_ALPHA * lately.get(key, useful) + (1 - USEFUL_ALPHA) * useful
     missing = float(by_rank[:topk].sum())
     return {
         "capacity": capacity,
@@ -201,7 +206,7 @@ def judge(slots: Ints, scores: Floats, topk: int, hit: float) -> dict[str, Any]:
         "predictors": {
             name: {
                 words: {"useful_of_missing": useful / missing, "in_vain_a_useful": vain / useful}
-                for words, (useful, vain) in zip(("all", "budget"), counts.tolist(), strict=True)
+                for words, (useful, vain) in zip(WAYS, counts.tolist(), strict=True)
             }
             for name, counts in named.items()
         },

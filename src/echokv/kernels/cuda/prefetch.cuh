@@ -204,18 +204,6 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   copy_rows(layer, part, host_slot, victim.slot, claims, lane);
 }
 
-// Note the lanes' candidates that are absent, as far as budgets go. Where: ALL_LANES if nowhere.
-DEVICE u32 note_absent(const PrefetchArguments& a, const Contexts& contexts,
-                       const Candidate& candidate, u32 lane) {
-  i32 found = 0;
-  if (candidate.valid) found = load_shared_value(a.layer.host_to_device + candidate.host_slot);
-  const u32 place = ask_budget(a, contexts, candidate.row, found < 0, lane);
-  if (found >= 0 || place >= a.most) return ALL_LANES;
-  const u32 at = candidate.row * a.most + place;
-  a.scores[at] = candidate.score;
-  return at;
-}
-
 // List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
 DEVICE void list_candidates(Listed* list, u32* count, bool candidate, i32 host_slot, float score,
                             u32 row, u32 epoch, u32 lane) {
@@ -260,22 +248,33 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
   return u32(load_shared_value(a.kth + row)) == UNKNOWN;
 }
 
-// Fetch what lanes have found, a few at a time, until the rows' selections are known.
-DEVICE void fetch_found(const ListedArguments& a, Candidate candidate, i32 floor, Fetched* fetched,
-                        u32 lane) {
-  candidate.valid = candidate.valid && is_open(a, candidate.row);
-  const u32 at = note_absent(a.prefetch, a.contexts, candidate, lane);
-  u32 left = __ballot_sync(ALL_LANES, at != ALL_LANES);
-  while (left != 0) {
+// Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
+// until the rows' selections are known. Budgets are asked for by a few at a time too, so that
+// whoever comes first doesn't take for a long queue of its own what others could fetch at once.
+DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
+                        Fetched* fetched, u32 lane) {
+  const PrefetchArguments& to = a.prefetch;
+  bool waits = candidate.valid && is_open(a, candidate.row);
+  if (waits) waits = load_shared_value(to.layer.host_to_device + candidate.host_slot) < 0;
+  for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
     u32 now = 0;
 #pragma unroll
     for (u32 i = 0; i < CLAIMED_AT_ONCE; i++) {
       now |= left & -left;
       left &= left - 1;
     }
-    take_in(a.prefetch, now >> lane & 1, candidate.host_slot, at, floor, fetched, lane);
-    if (left != 0)
-      left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
+    const bool asks = now >> lane & 1;
+    const u32 place = ask_budget(to, a.contexts, candidate.row, asks, lane);
+    const bool granted = place < to.most;
+    const u32 at = candidate.row * to.most + place;
+    if (granted) to.scores[at] = candidate.score;
+    for (u32 refused = __ballot_sync(ALL_LANES, asks && !granted); refused != 0;) {
+      const u32 row = __shfl_sync(ALL_LANES, candidate.row, __ffs(refused) - 1);
+      left &= ~__ballot_sync(ALL_LANES, candidate.row == row);  // it has no budget left
+      refused &= refused - 1;
+    }
+    take_in(to, granted, candidate.host_slot, at, floor, fetched, lane);
+    left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
   }
 }
 
