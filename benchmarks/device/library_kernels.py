@@ -26,7 +26,7 @@ from echokv.bench.report import environment
 from echokv.kernels.deepgemm import fp8_experts as deepgemm_experts
 from echokv.kernels.deepgemm import fp8_linear as deepgemm_linear
 from echokv.kernels.deepgemm.index_scores import DeepGemmScores
-from echokv.kernels.flashmla.decode_mla import FlashMla
+from echokv.kernels.flashmla.sparse_mla import FlashMla
 from echokv.kernels.reference.fp8_linear import (
     dequantise,
     dequantise_blocks,
@@ -73,7 +73,7 @@ def attention(bench: common.Bench) -> None:
         case = common.mla_case(bench, "fp8_ds_mla", batch, 0)
         arguments = (case.query, case.pool, case.slots, case.fmt, common.SCALE)
         variants: dict[str, Callable[[], Tensor]] = {
-            "flashmla": partial(library.decode_mla, *arguments),
+            "flashmla": partial(library.decode, *arguments),
             "triton": partial(bench.kernels.sparse_mla, *arguments),
         }
         exact, plain = case.dense(batch - 1, torch.float64), case.dense(batch - 1, torch.bfloat16)

@@ -32,7 +32,8 @@ INSTANCES = [instance("a", "160", 160), instance("b", "160", 150), instance("a",
 
 def test_a_small_run(small_model: Path, tmp_path: Path) -> None:
     pools = [Fraction(1, 2), Fraction(1, 16)]
-    result = run_quality(EngineConfig(model=str(small_model)), INSTANCES, pools)
+    config = EngineConfig(model=str(small_model), host_pool_gib=0.1)  # of the offloaded ones
+    result = run_quality(config, INSTANCES, pools)
     assert result["lossless"] is True
     assert result["tasks"] == ["a", "b"]
     first, second = result["groups"]
@@ -63,10 +64,20 @@ def test_a_small_run(small_model: Path, tmp_path: Path) -> None:
 def test_workers_give_the_same_answers(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, pools = EngineConfig(model=str(small_model)), [Fraction(1, 4)]
     monkeypatch.setattr(quality, "_QUESTIONS_A_JOB", 1)
+    lengths: list[int] = []
     alone, shared = (
-        run_quality(config, INSTANCES, pools, ["clo-like"], workers=count) for count in (1, 2)
+        run_quality(
+            config,
+            INSTANCES,
+            pools,
+            ["clo-like"],
+            workers=count,
+            on_group=lambda result: lengths.append(len(result["groups"])),
+        )
+        for count in (1, 2)
     )
     assert shared == alone
+    assert lengths == [1, 2, 1, 2]  # what was known after each group
 
 
 def test_one_other_token_is_a_failure(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch, on_hopper: None) 
 def test_the_reference_has_its_own_only(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="echokv"):
         kernels = load_kernels("reference", CPU, REQUEST)
-    assert kernels.decode_mla is None and kernels.scheduled_scores is None
+    assert kernels.library_mla is None and kernels.scheduled_scores is None
     assert (
         "attention by reference's own (--backend reference has kernels of its own only)"
         in caplog.text

@@ -1,5 +1,6 @@
 """FlashMLA and DeepGEMM behind the ops' contracts, on a Hopper GPU where they are installed."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def captured(function: Callable[[], Tensor]) -> Tensor:
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("counts, k", [([70], 70), ([0, 1, 64, 200], 256), ([128] * 13, 128)])
 def test_flashmla_attends_as_the_dense_one(heads: int, counts: list[int], k: int) -> None:
-    from echokv.kernels.flashmla.decode_mla import FlashMla
+    from echokv.kernels.flashmla.sparse_mla import FlashMla
 
     case = MlaCase(
         Backend("triton", CUDA), "fp8_ds_mla", counts, k=k, heads=heads, latent_dim=512,
@@ -57,7 +58,7 @@ def test_flashmla_attends_as_the_dense_one(heads: int, counts: list[int], k: int
     library = FlashMla()
 
     def run() -> Tensor:
-        return library.decode_mla(case.query, case.pool, case.slots, case.fmt, 0.1352)
+        return library.decode(case.query, case.pool, case.slots, case.fmt, 0.1352)
 
     out = run()
     assert out.shape == (len(counts), heads, 512) and out.dtype == torch.bfloat16
@@ -70,6 +71,33 @@ def test_flashmla_attends_as_the_dense_one(heads: int, counts: list[int], k: int
         allowed = 2 * (plain.double() - exact).abs().max() + rounding
         assert (out[token].cpu().double() - exact).abs().max() <= allowed
     assert torch.equal(captured(run), out)
+
+
+@needs(load_flash_mla)
+def test_flashmla_gives_a_row_of_a_prefill_the_same_bits_in_any_piece() -> None:
+    from echokv.kernels.flashmla.sparse_mla import FlashMla
+
+    counts = [(37 * row) % 200 for row in range(150)]
+    case = MlaCase(
+        Backend("triton", CUDA), "fp8_ds_mla", counts, k=256, heads=128, latent_dim=512,
+        rope_dim=64, dtype=torch.bfloat16,
+    )  # fmt: skip
+    library = FlashMla()
+
+    def run(rows: slice) -> Tensor:
+        return library.prefill(
+            case.query[rows], case.pool, case.slots[rows], case.fmt, 0.1352, first_row=rows.start
+        )
+
+    whole = run(slice(0, 150))
+    for cuts in ([0, 1, 2, 63, 64, 130, 150], [0, 24, 48, 72, 96, 120, 144, 150], [0, 64, 150]):
+        parts = [run(slice(start, stop)) for start, stop in itertools.pairwise(cuts)]
+        assert torch.equal(torch.cat(parts), whole)
+    for token in (1, 70, 149):
+        exact, plain = case.dense(token, torch.float64), case.dense(token, torch.bfloat16)
+        rounding = 2 * torch.finfo(torch.bfloat16).eps * exact.abs().max()
+        allowed = 2 * (plain.double() - exact).abs().max() + rounding
+        assert (whole[token].cpu().double() - exact).abs().max() <= allowed
 
 
 @needs(load_deep_gemm)

@@ -1,5 +1,7 @@
 """What stands between our ops and the libraries, with the libraries' conventions checked."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.kernels import fake_libraries
@@ -7,13 +9,14 @@ from tests.kernels.conftest import HAS_CUDA, Backend
 from tests.kernels.test_fp8_experts import Case as ExpertsCase
 from tests.kernels.test_fp8_linear import activations, fp8_weight
 from tests.kernels.test_sparse_mla import Case as MlaCase
+from torch import Tensor
 
 from echokv.kernels.deepgemm import fp8_experts as experts_module
 from echokv.kernels.deepgemm import fp8_linear as linear_module
 from echokv.kernels.deepgemm import index_scores as scores_module
 from echokv.kernels.deepgemm.index_scores import DeepGemmScores
-from echokv.kernels.flashmla import decode_mla as mla_module
-from echokv.kernels.flashmla.decode_mla import FlashMla
+from echokv.kernels.flashmla import sparse_mla as mla_module
+from echokv.kernels.flashmla.sparse_mla import FlashMla
 from echokv.kernels.reference import fp8_linear as reference
 from echokv.kernels.reference.fp8_experts import fp8_experts as reference_experts
 from echokv.kernels.reference.index_keys import write_index_keys
@@ -84,10 +87,33 @@ def test_attention_pads_heads_and_selections(heads: int, tokens: int) -> None:
     query, slots = case.query[:tokens].contiguous(), case.slots[:tokens].contiguous()
     library = FlashMla()
     for _ in range(2):  # the schedule is made once
-        out = library.decode_mla(query, case.pool, slots, case.fmt, 0.1)
+        out = library.decode(query, case.pool, slots, case.fmt, 0.1)
         # Padding changes the shape of the fake's product, and so its rounding.
         torch.testing.assert_close(out, sparse_mla(query, case.pool, slots, case.fmt, 0.1))
     assert out.is_contiguous()
+
+
+@pytest.mark.parametrize(("first", "tokens"), [(0, 128), (0, 5), (60, 70), (64, 64), (127, 1)])
+def test_a_prefill_gives_every_token_the_place_of_its_row(first: int, tokens: int) -> None:
+    counts = [1 + row % 5 for row in range(tokens)]
+    case = MlaCase(
+        Backend("reference", CPU), "fp8_ds_mla", counts, k=64, heads=64, latent_dim=512,
+        rope_dim=64, dtype=torch.bfloat16,
+    )  # fmt: skip
+    calls: list[tuple[int, list[int]]] = []
+    library = FlashMla()
+    attend = library._attend
+
+    def noting(query: Tensor, rows: Tensor, slots: Tensor, *args: Any) -> Tensor:
+        calls.append((len(query), (slots >= 0).sum(1).tolist()))
+        return attend(query, rows, slots, *args)
+
+    library._attend = noting  # type: ignore[method-assign]
+    out = library.prefill(case.query, case.pool, case.slots, case.fmt, 0.1, first_row=first)
+    torch.testing.assert_close(out, sparse_mla(case.query, case.pool, case.slots, case.fmt, 0.1))
+    assert {size for size, _ in calls} == {64}
+    places = [count for _, selected in calls for count in selected]
+    assert places[first % 64 : first % 64 + tokens] == counts and sum(places) == sum(counts)
 
 
 def test_a_schedule_must_be_made_before_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,4 +123,4 @@ def test_a_schedule_must_be_made_before_capture(monkeypatch: pytest.MonkeyPatch)
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(AssertionError, match=r"for \(1, 64, 64\) must be made before a graph"):
-        FlashMla().decode_mla(case.query, case.pool, case.slots, case.fmt, 0.1)
+        FlashMla().decode(case.query, case.pool, case.slots, case.fmt, 0.1)

@@ -1,14 +1,15 @@
 """Sparse MLA over cached rows: makes what was selected resident, then attends.
 
-Knows the cache and the attention kernel. When a pass selects more rows than the device pool can
-surely hold, it attends in pieces of fewer tokens; the cut follows from shapes alone, so that
-nothing waits for the device, and any pool of at least k slots works.
+Knows the cache and the attention kernel. When a pass may select more rows than the device pool
+holds, it attends in pieces of fewer tokens (`attention/pieces.py`), and any pool of at least k
+slots works. A decode step always fits, so that nothing in it waits for the device.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 
+from echokv.attention.pieces import Piece, plan_pieces
 from echokv.cache.batch import ForwardBatch, fits_at_once
 from echokv.cache.protocol import KVCache
 from echokv.errors import CapacityError
@@ -23,18 +24,6 @@ LEAST_TOKENS_AHEAD = 8
 RECALL_BESIDE = True
 """Whether a decode step's rows are recalled beside the products that its query still needs; False
 recalls them where attention asks."""
-
-
-def plan_pieces(num_tokens: int, topk: int, capacity: int) -> list[slice]:
-    """Cut a pass into pieces whose selections, taken alone, surely fit the device pool.
-
-    Args:
-        num_tokens: real rows of the pass.
-        topk: entries of a selection; at most capacity.
-        capacity: device slots a layer that one piece may take.
-    """
-    step = capacity // topk
-    return [slice(at, min(at + step, num_tokens)) for at in range(0, num_tokens, step)]
 
 
 class SparseAttention:
@@ -158,45 +147,55 @@ class SparseAttention:
             [T, H, latent_dim] in the dtype of query; zeros for padding.
         """
         real, topk = batch.num_real_tokens, selection.host_slots.shape[1]
-        capacity = self._cache.capacity
-        at_once = self._fits(batch, topk)
-        if at_once and real == batch.num_tokens:
-            return self._attend_rows(layer, query, selection, batch, slice(0, real))
+        whole = Piece(slice(0, real), batch.num_context_rows)
+        if self._fits(batch, topk):
+            if real == batch.num_tokens:
+                return self._attend_piece(layer, query, selection, batch, whole)
+            pieces = [whole]
+        else:
+            together = 2 if self._ahead else 1
+            chosen = selection.host_slots[:real]
+            pieces = plan_pieces(chosen, self._cache.capacity // together)
         output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
-        together = 2 if self._ahead else 1
-        pieces = [slice(0, real)] if at_once else plan_pieces(real, topk, capacity // together)
-        for rows, following in zip(pieces, [*pieces[1:], None], strict=True):
-            if not at_once:
-                self._cache.begin_step(layer)
-            ahead = following if self._ahead else None
-            output[rows] = self._attend_rows(layer, query, selection, batch, rows, ahead)
+        for piece, after in zip(pieces, [*pieces[1:], None], strict=True):
+            following = after if self._ahead else None
+            if piece is not whole:
+                most = piece.distinct + (following.distinct if following else 0)
+                self._cache.begin_step(layer, most_rows=most)
+            output[piece.rows] = self._attend_piece(
+                layer, query, selection, batch, piece, following
+            )
         return output
 
-    def _attend_rows(
+    def _attend_piece(
         self,
         layer: int,
         query: Tensor,
         selection: Selection,
         batch: ForwardBatch,
-        rows: slice,
-        following: slice | None = None,
+        piece: Piece,
+        following: Piece | None = None,
     ) -> Tensor:
-        """Attention of some rows; what those of `following` select is recalled meanwhile."""
+        """Attention of a piece; what `following` selects is recalled meanwhile."""
+        rows = piece.rows
         device_slots, self._recalled = self._recalled, None
         if device_slots is None:
             device_slots = self._cache.make_resident(
-                layer, *_of_rows(selection, rows), max_distinct=batch.num_context_rows
+                layer, *_of_rows(selection, rows), max_distinct=piece.distinct
             )
         else:
             self._cache.wait()
         if following is not None:
             self._cache.recall_ahead(
-                layer, *_of_rows(selection, following), max_distinct=batch.num_context_rows
+                layer, *_of_rows(selection, following.rows), max_distinct=following.distinct
             )
-        # Pieces depend on the device pool, and in a prefill so would a library's bits.
-        attend = self._kernels.decode_mla if batch.is_decode else None
-        attend = attend or self._kernels.sparse_mla
-        return attend(query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale)
+        args = (query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale)
+        library = self._kernels.library_mla
+        if library is None:
+            return self._kernels.sparse_mla(*args)
+        if batch.is_decode:
+            return library.decode(*args)
+        return library.prefill(*args, first_row=rows.start)
 
     def _fits(self, batch: ForwardBatch, topk: int) -> bool:
         capacity = self._cache.capacity

@@ -34,7 +34,7 @@ def run_figures(loaded: LoadedModel, preset: str) -> dict[str, Any]:
 def _who_serves(kernels: Kernels) -> dict[str, str]:
     """The project or folder that each large part of a step comes from."""
     own = {part: getattr(kernels, op).__module__.split(".")[2] for part, op in _LARGE.items()}
-    if kernels.decode_mla is not None:
+    if kernels.library_mla is not None:
         own["attention"] = "flashmla"
     if kernels.scheduled_scores is not None:
         own["index scores"] = "deepgemm"

@@ -6,10 +6,11 @@ offloaded variants must give the resident variant's tokens, every one of them.
 
 import dataclasses
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from typing import Any
 
 from echokv.bench.lossy import LOSSY, LossySelector
@@ -26,8 +27,6 @@ from echokv.models.deepseek_v32 import DeepseekV32
 
 _QUESTIONS_A_JOB = 4
 """Of a worker; an engine's start costs about as much as one."""
-
-_Key = tuple[str, str]  # length and variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +88,7 @@ def run_quality(
     lossy: Sequence[str] = tuple(LOSSY),
     *,
     workers: int = 1,
+    on_group: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Ask every instance of every variant, ready for JSON.
 
@@ -101,6 +101,7 @@ def run_quality(
         fractions: device pools, as shares of the longest context of a group.
         lossy: names of LOSSY.
         workers: processes that share the groups and variants; each loads the model.
+        on_group: called with the result so far, after each group; this may take hours.
 
     Returns:
         `groups`, each with `rows`, one a variant; `lossless`: whether every offloaded row has
@@ -110,32 +111,25 @@ def run_quality(
     for instance in instances:
         groups.setdefault(instance.length, []).append(instance)
     chosen = variants(fractions, lossy)
-    jobs = {
-        (length, variant.name): _jobs(config, group, variant, workers)
-        for length, group in groups.items()
-        for variant in chosen
-    }
-    answers = _ask_all(jobs, workers)
-    results: list[dict[str, Any]] = []
-    for length, group in groups.items():
-        mine = [answers[length, variant.name] for variant in chosen]
-        results.append(
-            {
-                "length": length,
-                "longest_context": max(one.total_tokens for one in group),
-                "num_instances": len(group),
-                "rows": [
-                    _row(group, variant, one, mine[0])
-                    for variant, one in zip(chosen, mine, strict=True)
-                ],
-            }
+    jobs = [
+        [_jobs(config, group, variant, workers) for variant in chosen] for group in groups.values()
+    ]
+    flat = [job for group in jobs for variant in group for job in variant]
+    asked = progress(_in_order(flat, workers), total=len(flat), what="quality", unit="run")
+    done: list[dict[str, Any]] = []
+    result = {"tasks": sorted({one.task for one in instances}), "groups": done, "lossless": True}
+    for group, parts in zip(groups.values(), jobs, strict=True):
+        answers = [_joined(islice(asked, len(variant))) for variant in parts]
+        done.append(_group(group, chosen, answers))
+        result["lossless"] = all(
+            row["identical"] == row["total"]
+            for one in done
+            for row in one["rows"]
+            if row["kind"] == "offloaded"
         )
-    offloaded = [r for g in results for r in g["rows"] if r["kind"] == "offloaded"]
-    return {
-        "tasks": sorted({one.task for one in instances}),
-        "groups": results,
-        "lossless": all(row["identical"] == row["total"] for row in offloaded),
-    }
+        if on_group:
+            on_group(result)
+    return result
 
 
 def _jobs(
@@ -150,18 +144,11 @@ def _jobs(
     ]
 
 
-def _ask_all(jobs: dict[_Key, list[_Job]], workers: int) -> dict[_Key, Answers]:
-    flat = [(key, job) for key, parts in jobs.items() for job in parts]
-    answers: dict[_Key, Answers] = {}
-    asked = _in_order([job for _, job in flat], workers)
-    for (key, _), part in zip(
-        flat, progress(asked, total=len(flat), what="quality", unit="run"), strict=True
-    ):
-        if key in answers:
-            answers[key].extend(part)
-        else:
-            answers[key] = part
-    return answers
+def _joined(parts: Iterable[Answers]) -> Answers:
+    first, *others = parts
+    for other in others:
+        first.extend(other)
+    return first
 
 
 def _in_order(jobs: Sequence[_Job], workers: int) -> Iterator[Answers]:
@@ -170,16 +157,8 @@ def _in_order(jobs: Sequence[_Job], workers: int) -> Iterator[Answers]:
         return
     context = multiprocessing.get_context("spawn")  # a forked process can't use CUDA
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        # The longest first, so that the last to finish is a short one.
-        order = sorted(range(len(jobs)), key=lambda place: -_cost(jobs[place]))
-        futures = {place: pool.submit(ask, jobs[place]) for place in order}
-        yield from (futures[place].result() for place in range(len(jobs)))
-
-
-def _cost(job: _Job) -> float:
-    """Roughly: tokens, times the pieces that a small pool cuts passes into."""
-    tokens = sum(one.total_tokens for one in job.questions)
-    return tokens * (1.0 + (1 / job.variant.fraction if job.variant.fraction else 0))
+        futures = [pool.submit(ask, job) for job in jobs]
+        yield from (future.result() for future in futures)
 
 
 def ask(job: _Job) -> Answers:
@@ -232,6 +211,7 @@ def _config(config: EngineConfig, group: Sequence[Instance], variant: Variant) -
     return dataclasses.replace(
         config,
         offload=variant.fraction is not None,
+        host_pool_gib=config.host_pool_gib if variant.fraction else None,
         device_pool_tokens=slots,
         max_model_len=context + 1,
         max_num_seqs=1,
@@ -239,6 +219,20 @@ def _config(config: EngineConfig, group: Sequence[Instance], variant: Variant) -
         enforce_eager=variant.lossy is not None,  # its selector keeps state in Python
         async_scheduling=False,  # and must not see tokens past the end of a request
     )
+
+
+def _group(
+    group: Sequence[Instance], chosen: Sequence[Variant], answers: Sequence[Answers]
+) -> dict[str, Any]:
+    return {
+        "length": group[0].length,
+        "longest_context": max(one.total_tokens for one in group),
+        "num_instances": len(group),
+        "rows": [
+            _row(group, variant, one, answers[0])
+            for variant, one in zip(chosen, answers, strict=True)
+        ],
+    }
 
 
 def _row(

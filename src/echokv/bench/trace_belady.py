@@ -74,12 +74,12 @@ def _steps(one: PassRows, number: int, layer: int, capacity: int) -> list[Step]:
     """One pass in one layer: a cache step, or a step of writing and one for each piece."""
     none, no_codes = np.zeros(0, np.int32), np.zeros(0, np.uint8)
     kept = one.written[max(0, one.written.size - capacity) :]
-    cut = pieces(one, capacity)
+    cut = pieces(one, layer, capacity)
     if cut is None:
         return [Step(number, one.released, kept, *_distinct(one, layer, slice(None)))]
     return [
         Step(number, one.released, kept, none, no_codes),
-        *(Step(number, none, none, *_distinct(one, layer, piece)) for piece in cut),
+        *(Step(number, none, none, *_distinct(one, layer, piece.rows)) for piece in cut),
     ]
 
 

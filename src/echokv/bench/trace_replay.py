@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from echokv.attention.sparse_mla import plan_pieces
+from echokv.attention.pieces import Piece, plan_pieces
 from echokv.bench.trace_format import Ints, Trace, code_scores, selected_rows_by_pass
 from echokv.cache.batch import fits_at_once
 from echokv.cache.manager import CacheManager
@@ -99,12 +99,11 @@ def passes(trace: Trace) -> Iterator[PassRows]:
         )
 
 
-def pieces(one: PassRows, capacity: int) -> list[slice] | None:
-    """How attention cuts a pass's selected rows, each piece a cache step; None: it doesn't."""
-    rows, topk = one.selected.shape[1:]
-    if fits_at_once(one.written.size, topk, one.context_rows, capacity):
+def pieces(one: PassRows, layer: int, capacity: int) -> list[Piece] | None:
+    """How attention cuts a pass in a layer, each piece a cache step; None: it doesn't."""
+    if fits_at_once(one.written.size, one.selected.shape[2], one.context_rows, capacity):
         return None
-    return plan_pieces(rows, topk, capacity)
+    return plan_pieces(torch.from_numpy(one.selected[layer]), capacity)
 
 
 def _context_rows(trace: Trace, rows: slice) -> int:
@@ -168,17 +167,17 @@ def _replay_pass(manager: CacheManager, one: PassRows) -> None:
     keep = min(written.shape[0], manager.capacity)
     selected = torch.from_numpy(one.selected)
     scores = torch.from_numpy(code_scores(one.codes))
-    cut = pieces(one, manager.capacity)
+    whole = Piece(slice(0, selected.shape[1]), one.context_rows)
     for layer in range(selected.shape[0]):
         manager.append(layer, written, rows, keep=keep)
-        for piece in [slice(0, selected.shape[1])] if cut is None else cut:
-            if cut is not None:
+        for piece in pieces(one, layer, manager.capacity) or [whole]:
+            if piece is not whole:
                 manager.begin_step()
             manager.make_resident(
                 layer,
-                HostSlots(selected[layer, piece]),
-                scores[layer, piece],
-                max_distinct=one.context_rows,
+                HostSlots(selected[layer, piece.rows]),
+                scores[layer, piece.rows],
+                max_distinct=piece.distinct,
             )
 
 

@@ -71,7 +71,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         ("--dtype", "of the computation: auto, float32 or bfloat16"),
         ("--kv-cache-dtype", "row format: auto, float32, bfloat16 or fp8_ds_mla"),
         ("--index-key-dtype", "of the indexer's keys: auto, float32, bfloat16 or fp8"),
-        ("--attention-kernel", "of decode: auto, flashmla or triton"),
+        ("--attention-kernel", "sparse attention: auto, flashmla or triton"),
         ("--gemm-kernel", "with fp8 weights: auto, deepgemm or triton"),
         ("--indexer-kernel", "index scores: auto, deepgemm or triton"),
     ):

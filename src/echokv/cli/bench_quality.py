@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 from echokv.cli import flags
 from echokv.cli.bench_trace import fractions
@@ -72,7 +73,12 @@ def add_parser(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--code-commit", metavar="HASH", help="commit to report where there is no git"
     )
-    parser.add_argument("--output-json", type=Path, metavar="PATH", help="write the result here")
+    parser.add_argument(
+        "--output-json",
+        type=Path,
+        metavar="PATH",
+        help="write the result here, so far as it is known after each length",
+    )
     parser.add_argument(
         "--output-md", type=Path, metavar="PATH", help="write the tables here, as Markdown"
     )
@@ -108,17 +114,24 @@ def run(args: argparse.Namespace) -> int:
         instances += document_instances(path, args.instances, tokenizer)
     if not instances:
         raise ConfigError("no questions: give --tasks and --lengths, or --documents")
-    result = quality.run_quality(config, instances, pools, lossy, workers=args.workers)
-    result["config"] = dataclasses.asdict(config)
-    result["instances"] = [
-        {"task": one.task, "length": one.length, "answer": one.answer} for one in instances
-    ]
+    about = {
+        "config": dataclasses.asdict(config),
+        "instances": [
+            {"task": one.task, "length": one.length, "answer": one.answer} for one in instances
+        ],
+    }
+    if args.code_commit:
+        about["commit"] = args.code_commit
+
+    def save(result: dict[str, Any]) -> None:
+        if args.output_json:
+            report.write_json(args.output_json, result | about)
+
+    result = quality.run_quality(
+        config, instances, pools, lossy, workers=args.workers, on_group=save
+    )
     tables = f"{quality_report.render_quality(result)}\n\n{quality_report.render_tasks(result)}\n"
     print(tables)
-    if args.code_commit:
-        result["commit"] = args.code_commit
-    if args.output_json:
-        report.write_json(args.output_json, result)
     if args.output_md:
         report.write_text(args.output_md, tables)
     if args.plot:

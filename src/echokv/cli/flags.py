@@ -41,7 +41,7 @@ ENGINE_FLAGS = (
     Flag(
         names=("--attention-kernel",),
         field="attention_kernel",
-        help="attention of decode steps: auto, flashmla (Hopper, fp8_ds_mla rows) or backend",
+        help="sparse attention: auto, flashmla (Hopper, fp8_ds_mla rows) or backend",
     ),
     Flag(
         names=("--gemm-kernel",),

@@ -37,11 +37,22 @@ class FusedRecall(Protocol):
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None: ...
 
 
-class DecodeMla(Protocol):
-    """Attention of decode steps, where a library does it; see `kernels/flashmla/decode_mla.py`."""
+class LibraryMla(Protocol):
+    """Sparse attention by a library; see `kernels/flashmla/sparse_mla.py`."""
 
-    def __call__(
+    def decode(
         self, query: Tensor, rows: Tensor, device_slots: Tensor, fmt: RowFormat, scale: float
+    ) -> Tensor: ...
+
+    def prefill(
+        self,
+        query: Tensor,
+        rows: Tensor,
+        device_slots: Tensor,
+        fmt: RowFormat,
+        scale: float,
+        *,
+        first_row: int,
     ) -> Tensor: ...
 
 
@@ -196,8 +207,8 @@ class Kernels(Fp8Kernels, ModelKernels, Protocol):
         ...
 
     @property
-    def decode_mla(self) -> DecodeMla | None:
-        """`sparse_mla` for decode steps, where a library is faster; None: `sparse_mla` itself."""
+    def library_mla(self) -> LibraryMla | None:
+        """`sparse_mla` by a library that is faster; None: `sparse_mla` itself."""
         ...
 
     @property

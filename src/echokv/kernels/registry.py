@@ -120,7 +120,7 @@ def load_kernels(
         token_tile=tile,
         fused=fused,
         fused_prefetch=ahead,
-        decode_mla=None,
+        library_mla=None,
         scheduled_scores=None,
         **functions,
     )
@@ -136,9 +136,9 @@ def _take(kernels: SimpleNamespace, choice: Choice) -> None:
     server = f"{kernels.name}'s own" if choice.kernel == OWN else choice.kernel
     logger.info("kernels: %s by %s%s", choice.part, server, why)
     if choice.kernel == "flashmla":
-        from echokv.kernels.flashmla.decode_mla import FlashMla
+        from echokv.kernels.flashmla.sparse_mla import FlashMla
 
-        kernels.decode_mla = FlashMla().decode_mla
+        kernels.library_mla = FlashMla()
     elif choice.kernel == "deepgemm" and choice.part == "indexer":
         from echokv.kernels.deepgemm.index_scores import DeepGemmScores
 

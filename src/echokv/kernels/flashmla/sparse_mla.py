@@ -1,8 +1,9 @@
 """FlashMLA's sparse decode over fp8_ds_mla rows; contract of `kernels/reference/sparse_mla.py`.
 
 Faster than our portable kernel, with one promise less: how a token's sum is split over the GPU
-depends on the number of tokens, so its bits do too. Decode steps have the same tokens whatever the
-device pool; pieces of a prefill don't, and keep the kernel that doesn't mind.
+depends on the number of tokens of a call and the token's place among them, so its bits do too.
+Decode steps have the same tokens whatever the device pool. Pieces of a prefill don't, so there
+every call has the same number of tokens, and a token the place that its row of the pass gives it.
 """
 
 from typing import Any
@@ -18,10 +19,12 @@ from echokv.memory.formats import RowFormat
 _HEADS = (64, 128)  # what it takes; others are padded
 _ROWS = 64  # a selection is padded to a multiple of this
 _MOST_TOKENS = 256  # of one call: it keeps 256 KiB of partial results for each
+PREFILL_TOKENS = 64
+"""Of every call of a prefill. At 128 heads each keeps two of an H200's 132 SMs busy."""
 
 
 class FlashMla:
-    """Sparse decode, and the schedules it makes at the first call of each shape.
+    """Sparse attention, and the schedules it makes at the first call of each shape.
 
     A schedule follows from the shapes alone, so all layers and all graphs share it. It must exist
     before a graph is captured: run the step once before.
@@ -31,10 +34,54 @@ class FlashMla:
         self._library = load_flash_mla()
         self._schedules: dict[tuple[int, int, int], Any] = {}
 
-    def decode_mla(
+    def decode(
         self, query: Tensor, rows: Tensor, device_slots: Tensor, fmt: RowFormat, scale: float
     ) -> Tensor:
         """Attend query [T, H, 576] to rows named by device_slots [T, k]: [T, H, 512]."""
+        cuts = range(_MOST_TOKENS, query.shape[0], _MOST_TOKENS)
+        return self._attend_calls(query, rows, device_slots, fmt, scale, list(cuts))
+
+    def prefill(
+        self,
+        query: Tensor,
+        rows: Tensor,
+        device_slots: Tensor,
+        fmt: RowFormat,
+        scale: float,
+        *,
+        first_row: int,
+    ) -> Tensor:
+        """The same for some rows of a pass, with bits that don't depend on which.
+
+        Args:
+            query: [T, H, 576] bf16.
+            rows: [N, 656] uint8.
+            device_slots: [T, k] int32, -1 where a token selects fewer.
+            fmt: fp8_ds_mla.
+            scale: softmax scale.
+            first_row: row of the pass that query[0] is.
+
+        Returns:
+            [T, H, 512] bf16.
+        """
+        tokens = query.shape[0]
+        before, after = first_row % PREFILL_TOKENS, -(first_row + tokens) % PREFILL_TOKENS
+        if before or after:
+            query = functional.pad(query, (0, 0, 0, 0, before, after))
+            device_slots = functional.pad(device_slots, (0, 0, before, after), value=-1)
+        cuts = range(PREFILL_TOKENS, query.shape[0], PREFILL_TOKENS)
+        out = self._attend_calls(query, rows, device_slots, fmt, scale, list(cuts))
+        return out[before : before + tokens]
+
+    def _attend_calls(
+        self,
+        query: Tensor,
+        rows: Tensor,
+        device_slots: Tensor,
+        fmt: RowFormat,
+        scale: float,
+        cuts: list[int],
+    ) -> Tensor:
         check_mla_args(query, rows, device_slots, fmt)
         tokens, heads, _ = query.shape
         padded = next(size for size in _HEADS if size >= heads)
@@ -46,12 +93,13 @@ class FlashMla:
             )
         if tokens == 0 or device_slots.shape[1] == 0:
             return query.new_zeros(tokens, heads, fmt.latent_dim)
-        pieces = [
-            self._attend(query[at : at + _MOST_TOKENS], rows, device_slots[at : at + _MOST_TOKENS],
-                         fmt, scale)
-            for at in range(0, tokens, _MOST_TOKENS)
-        ]  # fmt: skip
-        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        calls = [
+            self._attend(part, rows, slots, fmt, scale)
+            for part, slots in zip(
+                query.tensor_split(cuts), device_slots.tensor_split(cuts), strict=True
+            )
+        ]
+        out = calls[0] if len(calls) == 1 else torch.cat(calls)
         return out if padded == heads else out[:, :heads].contiguous()
 
     def _attend(

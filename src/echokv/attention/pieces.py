@@ -1,0 +1,79 @@
+"""How a pass whose selections don't fit the device pool together is cut into pieces that do.
+
+Neighbouring queries select much the same rows, and a row that a piece selects twice takes one
+slot: pieces are as long as their *distinct* rows allow, which is often many times what the worst
+case would. Counting them waits for the device, once a layer: prefill can, decode never gets here.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of a pass, and how many distinct rows they select at most."""
+
+    rows: slice
+    distinct: int
+
+
+def plan_pieces(host_slots: Tensor, capacity: int) -> list[Piece]:
+    """Cut a pass into pieces whose selections, each taken alone, fit the device pool.
+
+    Pieces consist of blocks of capacity // k rows, which fit whatever they select, and are as long
+    as they can be, from the first on.
+
+    Args:
+        host_slots: [T, k] int32, what each row selects, -1 where it selects fewer.
+        capacity: device slots a layer that one piece may take; at least k.
+
+    Returns:
+        Pieces in order; together they are [0, T).
+    """
+    num_rows, topk = host_slots.shape
+    step = capacity // topk
+    if num_rows <= step:
+        return [Piece(slice(0, num_rows), min(capacity, num_rows * topk))]
+    fresh = fresh_rows(host_slots, step).tolist()
+    pieces: list[Piece] = []
+    first, distinct = 0, 0
+    for block, from_start in enumerate(fresh):
+        more = from_start[first]
+        if distinct + more > capacity:
+            pieces.append(Piece(slice(first * step, block * step), distinct))
+            first, distinct, more = block, 0, from_start[block]
+        distinct += more
+    pieces.append(Piece(slice(first * step, num_rows), distinct))
+    return pieces
+
+
+def fresh_rows(host_slots: Tensor, step: int) -> Tensor:
+    """How many rows each block of `step` rows selects that no block since some other one has.
+
+    Args:
+        host_slots: [T, k] int32, -1 where a row selects fewer.
+        step: rows of a block.
+
+    Returns:
+        [B, B] int64 on the CPU, B = ceil(T / step). Entry [b, a], a <= b: distinct host slots of
+        block b that none of the blocks a to b - 1 selects; others have no meaning.
+    """
+    num_rows, _ = host_slots.shape
+    blocks = -(-num_rows // step)
+    block = torch.arange(num_rows, device=host_slots.device)[:, None] // step
+    # Sorted by slot, then block: the entry before the first of a pair (slot, block) says which
+    # block selected that slot last.
+    pairs = torch.where(host_slots < 0, -1, host_slots.long() * blocks + block)
+    pairs = pairs.flatten().sort().values
+    before = torch.cat([pairs.new_full((1,), -1), pairs[:-1]])
+    new = pairs != before
+    same_slot = pairs.div(blocks, rounding_mode="floor") == before.div(
+        blocks, rounding_mode="floor"
+    )
+    since = torch.where(same_slot, before % blocks + 1, 0)  # 0: by none, 1: by block 0, ...
+    nowhere = blocks * (blocks + 1)
+    cells = torch.where(new & (pairs >= 0), pairs % blocks * (blocks + 1) + since, nowhere)
+    counts = cells.bincount(minlength=nowhere + 1)[:nowhere].view(blocks, blocks + 1)
+    return counts.cumsum(1)[:, :blocks].cpu()
