@@ -3,13 +3,15 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/device/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/device/sanitize.py
 
-Every kernel of `kernels/cuda/{recall,topk,index_scores,fetch_listed}.cu` runs over the cases that
-differ in code: rows of 16-byte words and others, tiles that wait in device_slots, clusters of one
-and of eight, parts of a row in registers, in shared memory and read again, 32 and 64 heads. The
-tools run one kernel at a time, so what the scores list is fetched after them here. Results are
-compared with the plain Python model, so that what the tools watched was right.
+Every kernel of `kernels/cuda/{recall,append,victims,touch,topk,index_scores,fetch_listed}.cu` runs
+over the cases that differ in code: rows of 16-byte words and others, tiles that wait in
+device_slots, lists that last and lists made anew, clusters of one and of eight, parts of a row in
+registers, in shared memory and read again, 32 and 64 heads. The tools run one kernel at a time, so
+what the scores list is fetched after them here. Results are compared with the plain Python model,
+so that what the tools watched was right.
 """
 
+import argparse
 import random
 import sys
 import time
@@ -20,7 +22,7 @@ from tests.kernels.prefetch_model import make_case
 from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_cuda_prefetch import OnGpu
 
-from echokv.kernels.cuda import recall, topk
+from echokv.kernels.cuda import fused, recall, topk, touch
 
 CUDA = torch.device("cuda")
 
@@ -30,11 +32,14 @@ def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None
     rng = random.Random(row_bytes * rows)
     floor, slots = 4096, 600
     under_test = LayerUnderTest(layer_in_use(rng, slots, 1200, 0.8, floor), CUDA, row_bytes)
-    for _ in range(3):
-        under_test.choose(recall, floor, slots)
-        under_test.append(recall, [-1, *rng.sample(range(1200), 40)], floor, slots)
+    for step in range(4):
+        if step < 2:
+            under_test.choose(fused, floor)
+        else:  # the list that is left, or a new one, as it finds
+            under_test.begin(fused, floor, 300)
+        under_test.append(fused, [-1, *rng.sample(range(1200), 40)], floor)
         wanted = selection(rng, rng.sample(range(1200), 250), rows, k)
-        under_test.fetch(recall, wanted, torch.randn(wanted.shape), floor, slots, lanes=lanes)
+        under_test.fetch(fused, wanted, torch.randn(wanted.shape), floor, lanes=lanes)
         floor += 8
 
 
@@ -48,6 +53,11 @@ def check_gather(row_bytes: int) -> None:
     recall.recall(sources.to(CUDA), count, targets.to(CUDA), host_rows, device_rows)
     found = device_rows[targets[:140].long().to(CUDA)].cpu()
     assert torch.equal(found, host_rows[sources[:140].long()])
+
+
+def check_touch(nbytes: int) -> None:
+    """Every page is touched, and nothing outside the memory."""
+    touch.touch_pages(torch.zeros((1, nbytes), dtype=torch.uint8).pin_memory(), CUDA)
 
 
 def check_topk(rows: int, width: int, k: int, *, zeros: bool = False) -> None:
@@ -77,6 +87,9 @@ def check_prefetch(row_bytes: int, heads: int) -> None:
 
 def main() -> int:
     """Run everything; an assertion or the sanitizer says what is wrong."""
+    parser = argparse.ArgumentParser(description="Kernels to be run under compute-sanitizer.")
+    parser.add_argument("--without-topk", action="store_true", help="the cache's kernels only")
+    options = parser.parse_args()
     torch.manual_seed(3)
     start = time.perf_counter()
     for row_bytes in (656, 40):
@@ -84,8 +97,11 @@ def main() -> int:
         check_resident(row_bytes, 3, 33, 32)
         check_gather(row_bytes)
         print(f"rows of {row_bytes} B: {time.perf_counter() - start:.1f} s", flush=True)
+    for nbytes in (16, 4096, 5 << 20):
+        check_touch(nbytes)
     check_resident(656, 300, 70, 4)  # more tiles than resident blocks
-    for shape in ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000)):
+    shapes = () if options.without_topk else ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000))
+    for shape in shapes:
         check_topk(*shape)
         check_topk(*shape, zeros=True)
         print(f"topk {shape}: {time.perf_counter() - start:.1f} s", flush=True)

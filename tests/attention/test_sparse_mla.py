@@ -50,9 +50,21 @@ class Recorder:
     def end_step(self) -> None:
         self.cache.end_step()
 
-    def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
+    def append(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        rows: Tensor,
+        *,
+        keep: int,
+        beside: bool = False,
+    ) -> None:
         self.calls.append(("append", keep))
-        self.cache.append(layer, host_slots, rows, keep=keep)
+        self.cache.append(layer, host_slots, rows, keep=keep, beside=beside)
+
+    def expect_recall(self, layer: int) -> None:
+        self.calls.append(("expect", layer))
+        self.cache.expect_recall(layer)
 
     def make_resident(
         self,
@@ -122,14 +134,12 @@ class World:
         context_rows: int = HOST_SLOTS,
         *,
         ahead: bool = False,
-        prefetched: int | None = None,
     ) -> None:
         self.generator = torch.Generator().manual_seed(9)
         self.cache = make_cache(pool)
         self.attention = SparseAttention(
-            KERNELS, self.cache, FMT, SCALE, TOPK, ahead=ahead,
-            prefetches=None if prefetched is None else lambda _: prefetched,
-        )  # fmt: skip
+            KERNELS, self.cache, FMT, SCALE, TOPK, rows_ahead=(lambda _: 3) if ahead else None
+        )
         slots = torch.randperm(HOST_SLOTS, generator=self.generator)[:100].to(torch.int32)
         self.rows = self.noise(100, 48)  # row i lives in host slot slots[i]
         for at in range(0, 100, 10):
@@ -202,7 +212,7 @@ def test_a_pass_that_fits_is_one_step() -> None:
 def test_a_step_is_told_how_many_rows_it_may_take() -> None:
     assert World(256, 7, 25).cache.most_rows == 7 * (TOPK + 1)
     assert World(100, 30, 2, context_rows=100).cache.most_rows == 100
-    assert World(256, 7, 25, prefetched=5).cache.most_rows == 7 * (TOPK + 1) + 5
+    assert World(256, 7, ahead=True).cache.most_rows == 7 * (TOPK + 1) + 7 * 3
 
 
 def test_a_pass_of_many_entries_over_few_rows_is_one_step() -> None:
@@ -297,6 +307,23 @@ def test_new_rows_are_kept_as_far_as_the_pool_goes() -> None:
         batch = batch_of(torch.arange(count, dtype=torch.int32), padding=5)
         attention.append(0, torch.ones(count + 5, 32), torch.ones(count + 5, 16), batch)
     assert cache.calls == [("append", 3), ("append", TOPK)]
+
+
+def test_a_decode_step_that_may_recall_much_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for least, decode, context, calls in (
+        (7 * TOPK, True, HOST_SLOTS, 1),
+        (7 * TOPK + 1, True, HOST_SLOTS, 0),
+        (1, False, HOST_SLOTS, 0),
+        (1, True, 100, 0),  # everything fits the pool
+    ):
+        monkeypatch.setattr(sparse_mla, "LEAST_SELECTED", least)
+        cache = make_cache(100)
+        attention = SparseAttention(KERNELS, cache, FMT, SCALE, TOPK)
+        batch = batch_of(torch.arange(7, dtype=torch.int32), context_rows=context)
+        slots = torch.arange(7, dtype=torch.int32) if decode else None
+        batch = replace(batch, request_slots=slots)
+        attention.append(1, torch.ones(7, 32), torch.ones(7, 16), batch)
+        assert cache.calls[1:] == [("expect", 1)] * calls
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 32])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echokv.kernels.cuda import fetch_listed, recall, topk
+from echokv.kernels.cuda import append, fetch_listed, recall, topk, touch, victims
 from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.fused_layer import FusedLayer
@@ -32,11 +32,9 @@ HERE = Path(__file__).parent
 TOPK_THREADS = 256
 TOPK_HELD = 1
 RECALL_THREADS = 64
+VICTIM_THREADS = 64
 LIST_ENTRIES = 256
 LISTED_THREADS = 64
-SHARED_BYTES = 4 * (2 * RECALL_THREADS // 32 + 8)
-"""sizeof(RecallShared)."""
-
 FEW_ENTRIES = 512
 """Of a selection in which a warp has four entries, as in a decode step; in larger ones 32."""
 
@@ -87,6 +85,7 @@ class Emulator:
              "-DECHOKV_EMULATE", f"-DTOPK_THREADS={TOPK_THREADS}",
              f"-DTOPK_HELD={TOPK_HELD}", f"-DLIST_ENTRIES={LIST_ENTRIES}",
              f"-DLISTED_THREADS={LISTED_THREADS}", f"-DRECALL_THREADS={RECALL_THREADS}",
+             f"-DVICTIM_THREADS={VICTIM_THREADS}",
              f"-I{FOLDER}", f"-I{HERE}", "-shared", "-fPIC",
              str(HERE / "emulated.cc"), "-o", str(library)],
             check=True,
@@ -126,25 +125,17 @@ class Emulator:
         )
         return positions, kth
 
-    def victim_workspace(self, layers: int, device: torch.device) -> Tensor:
-        """`victim_workspace`."""
-        return recall.victim_workspace(layers, device)
-
     def choose_victims(
-        self,
-        floor: Tensor,
-        priority: Tensor,
-        ready: Tensor,
-        cursors: Tensor,
-        num_ready: int,
+        self, floor: Tensor, priority: Tensor, ready: Tensor, cursor: Tensor, most_rows: int
     ) -> None:
         """`choose_victims`."""
         layers, slots = priority.shape
-        arguments = recall.VictimArguments(
-            pointer(floor), pointer(priority), pointer(ready), pointer(cursors), slots, num_ready,
+        arguments = victims.VictimArguments(
+            pointer(floor), pointer(priority), pointer(ready), pointer(cursor), slots, most_rows,
         )  # fmt: skip
+        shared = 4 * (VICTIM_THREADS // 32 + victims.AGES)
         self._library.run_choose_victims(
-            layers * 2, 2, SHARED_BYTES + 4 * recall.AGES, self._next(), ctypes.byref(arguments)
+            layers * 2, 2, shared, self._next(), ctypes.byref(arguments)
         )
 
     def make_resident(
@@ -162,12 +153,12 @@ class Emulator:
         rows, k = host_slots.shape
         lanes = lanes or (4 if rows * k <= FEW_ENTRIES else 32)
         plan = recall.ResidentPlan(rows, k, lanes, most_blocks, RECALL_THREADS // 32)
-        depth = recall.depth_of(2, layer, RECALL_THREADS // 32)
         arguments = recall.ResidentArguments(
             recall.layer_of(layer), pointer(host_slots), pointer(scores), pointer(device_slots), k,
-            plan.tiles, plan.tiles_per_row, plan.lanes, depth, 0,
+            plan.tiles, plan.tiles_per_row, plan.lanes,
+            recall.moves_16_bytes(layer.host_rows, layer.device_rows), recall.stretch_of(layer),
         )  # fmt: skip
-        shared = SHARED_BYTES + depth * layer.host_rows.shape[1] * RECALL_THREADS // 32
+        shared = recall.resident_shared_bytes(RECALL_THREADS)
         self._library.run_make_resident(plan.blocks, shared, self._next(), ctypes.byref(arguments))
 
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
@@ -176,13 +167,19 @@ class Emulator:
         count, row_bytes = rows.shape
         whole_words = recall.moves_16_bytes(rows, layer.host_rows, layer.device_rows)
         each = self.append_each
-        arguments = recall.AppendArguments(
+        arguments = append.AppendArguments(
             recall.layer_of(layer), pointer(host_slots), pointer(rows), count, each, whole_words, 0
         )
-        shared = SHARED_BYTES + 4 * RECALL_THREADS + each * row_bytes
+        shared = append.append_shared_bytes(RECALL_THREADS) + each * row_bytes
         self._library.run_append_rows(
             -(-count // each), shared, self._next(), ctypes.byref(arguments)
         )
+
+    def touch_pages(self, host_rows: Tensor, device: torch.device) -> None:
+        """`touch_pages`."""
+        arguments = touch.touch_arguments(host_rows)
+        blocks = -(-touch.touches(host_rows.nbytes) // touch.MODULE.threads)
+        self._library.run_touch_pages(blocks, self._next(), ctypes.byref(arguments))
 
     def prefetch(
         self,

@@ -176,6 +176,8 @@ DEVICE void block_sync() { emulated::block_barrier(false); }
 DEVICE bool block_any(bool flag) { return emulated::block_barrier(flag); }
 
 DEVICE void wait_for_previous() {}
+DEVICE void let_next_start() {}
+DEVICE void fetch_line(const void*) {}
 
 DEVICE u32 cluster_size() { return emulated::grid->cluster; }
 DEVICE u32 cluster_rank() { return block_index() % cluster_size(); }

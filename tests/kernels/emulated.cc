@@ -1,8 +1,18 @@
 // The kernels of kernels/cuda as a shared library for Python: same arguments, one CPU thread.
 #include "prefetch.cuh"
+#include "rows.cuh"
 #include "topk.cu"
 namespace recall {
 #include "recall.cu"
+}
+namespace append {
+#include "append.cu"
+}
+namespace touch {
+#include "touch.cu"
+}
+namespace victims {
+#include "victims.cu"
 }
 
 // What index_scores.cu does around its header, and fetch_listed.cu in a block of its own: warps that
@@ -84,17 +94,20 @@ void run_make_resident(u32 blocks, u32 shared, u32 seed,
   emulated::launch(blocks, 1, RECALL_THREADS, 1, shared, seed,
                    [=] { recall::make_resident(*arguments); });
 }
-void run_append_rows(u32 blocks, u32 shared, u32 seed, const recall::AppendArguments* arguments) {
+void run_append_rows(u32 blocks, u32 shared, u32 seed, const append::AppendArguments* arguments) {
   emulated::launch(blocks, 1, RECALL_THREADS, 1, shared, seed,
-                   [=] { recall::append_rows(*arguments); });
+                   [=] { append::append_rows(*arguments); });
+}
+void run_touch_pages(u32 blocks, u32 seed, const touch::TouchArguments* arguments) {
+  emulated::launch(blocks, 1, 32, 1, 16, seed, [=] { touch::touch_pages(*arguments); });
 }
 void run_gather_rows(u32 blocks, u32 seed, const recall::GatherArguments* arguments) {
   emulated::launch(blocks, 1, RECALL_THREADS, 1, 16, seed,
                    [=] { recall::gather_rows(*arguments); });
 }
 void run_choose_victims(u32 blocks, u32 cluster, u32 shared, u32 seed,
-                        const recall::VictimArguments* a) {
-  emulated::launch(blocks, 1, RECALL_THREADS, cluster, shared, seed,
-                   [=] { recall::choose_victims(*a); });
+                        const victims::VictimArguments* a) {
+  emulated::launch(blocks, 1, VICTIM_THREADS, cluster, shared, seed,
+                   [=] { victims::choose_victims(*a); });
 }
 }

@@ -49,16 +49,16 @@ class PrefetchCase:
         self.thresholds = torch.full((rows + 2,), 0.5)
         self.limits = torch.full((rows + 2,), NO_LIMIT, dtype=torch.int32)
 
-    def fused_layer(self, floor: int, num_ready: int) -> FusedLayer:
+    def fused_layer(self, floor: int) -> FusedLayer:
         """The tensors as the op takes them."""
         tensors, layer = self.layer.tensors, self.layer
         return FusedLayer(
             floor=torch.tensor([floor], dtype=torch.int32, device=layer.device),
             device_free=tensors.device_free, priority=tensors.priority,
             device_to_host=tensors.device_to_host, host_to_device=tensors.host_to_device,
-            ready=tensors.slot_buffer, cursor=layer.cursor_and_barrier[:1],
-            barrier=layer.cursor_and_barrier[1:], totals=layer.totals.zero_(),
-            host_rows=layer.host_rows, device_rows=layer.device_rows, num_ready=num_ready,
+            ready=tensors.slot_buffer, cursor=layer.cursor,
+            barrier=layer.barrier, totals=layer.totals.zero_(),
+            host_rows=layer.host_rows, device_rows=layer.device_rows,
         )  # fmt: skip
 
     def candidates(self, row: int) -> dict[int, float]:
@@ -117,7 +117,7 @@ class PrefetchCase:
         owners, levels = tensors.device_to_host.tolist(), tensors.priority.tolist()
         held = {slot: (owner, levels[slot]) for slot, owner in enumerate(owners) if owner >= 0}
         tensors.assert_is(LayerModel(before.device_slots, before.host_slots, held))
-        taken = ready[: int(layer.cursor_and_barrier[0])]
+        taken = ready[: int(layer.cursor[0])]
         free_to_go = [slot for slot in taken if before.held.get(slot, (0, -1))[1] < floor]
         assert {owner for owner, _ in held.values()} >= fetched
         assert {slot for slot, (owner, _) in held.items() if owner in fetched} == set(free_to_go)

@@ -13,13 +13,13 @@ import torch
 from tests.kernels.cache_model import LayerModel, LayerTensors
 from torch import Tensor
 
-from echokv.kernels.cuda.recall import AGES
-from echokv.kernels.fused_layer import TOTALS, FusedLayer
+from echokv.kernels.cuda.victims import AGES
+from echokv.kernels.fused_layer import CURSOR, STALE, TOTALS, TOUCHED, FusedLayer
 from echokv.kernels.reference.priorities import score_priorities
 
 
 class FusedOps(Protocol):
-    """`kernels.cuda.recall`, or the emulator."""
+    """`kernels.cuda.fused`, or the emulator."""
 
     choose_victims: Any
     make_resident: Any
@@ -39,50 +39,60 @@ class LayerUnderTest:
         )
         for slot, (owner, _) in model.held.items():
             self.device_rows[slot] = host_rows[owner].to(device)
-        self.cursor_and_barrier = torch.zeros(2, dtype=torch.int32, device=device)
+        self.cursor = torch.zeros(CURSOR, dtype=torch.int32, device=device)
+        self.barrier = torch.zeros(1, dtype=torch.int32, device=device)
         self.totals = torch.zeros(TOTALS, dtype=torch.int64, device=device)
 
-    def layer(self, floor: int, num_ready: int) -> FusedLayer:
+    def layer(self, floor: int) -> FusedLayer:
         """The argument of the fused ops; totals count from zero."""
         mappings = ("device_free", "priority", "device_to_host", "host_to_device")
         return FusedLayer(
             floor=torch.tensor([floor], dtype=torch.int32, device=self.device),
             **dict(zip(mappings, self.tensors.mappings(), strict=True)),
             ready=self.tensors.slot_buffer,
-            cursor=self.cursor_and_barrier[:1],
-            barrier=self.cursor_and_barrier[1:],
+            cursor=self.cursor,
+            barrier=self.barrier,
             totals=self.totals.zero_(),
             host_rows=self.host_rows,
             device_rows=self.device_rows,
-            num_ready=num_ready,
         )
 
-    def choose(self, ops: FusedOps, floor: int, num_ready: int) -> list[int]:
-        """Make the ready list, and check its order; returns it."""
+    def choose(self, ops: FusedOps, floor: int) -> list[int]:
+        """Have the ready list made anew, and check its order; returns it."""
+        self.cursor[TOUCHED] = STALE
         self.tensors.slot_buffer.fill_(-77)
+        assert self.begin(ops, floor, 1), "a stale list was kept"
+        ready, levels = self.tensors.slot_buffer.tolist(), self.tensors.priority.tolist()
+        may_go = sum(level < floor for level in levels)
+        assert self.cursor.tolist() == [0, 0, may_go, floor]
+        assert ready[may_go:] == [-77] * (len(ready) - may_go)
+        return ready[:may_go]
+
+    def begin(self, ops: FusedOps, floor: int, most_rows: int) -> bool:
+        """`choose_victims` at the start of a step; whether it has made a new list.
+
+        Names that are left must be enough, and in the order in which slots may leave now.
+        """
+        before = [self.cursor.tolist(), self.tensors.slot_buffer.tolist()]
         ops.choose_victims(
             torch.tensor([floor], dtype=torch.int32, device=self.device),
             self.tensors.priority[None],
             self.tensors.slot_buffer[None],
-            self.cursor_and_barrier[:1].fill_(-77),
-            num_ready,
+            self.cursor[None],
+            most_rows,
         )
-        ready = self.tensors.slot_buffer.tolist()
-        assert self.cursor_and_barrier.tolist()[0] == 0
-        assert ready[num_ready:] == [-77] * (len(ready) - num_ready)
+        taken, _, listed, since = self.cursor.tolist()
         levels = self.tensors.priority.tolist()
         # Ages beyond the bins are alike.
-        rank = [max(level, floor - AGES + 1) if level >= 0 else -1 for level in levels]
+        rank = [max(level, since - AGES + 1) if level >= 0 else -1 for level in levels]
+        names = self.tensors.slot_buffer.tolist()[taken:listed]
+        left = [slot for slot in names if levels[slot] < since]
         may_go = sorted(rank[slot] for slot in range(len(rank)) if levels[slot] < floor)
-        listed = [slot for slot in ready[:num_ready] if slot != -1]
-        assert len(set(listed)) == len(listed) == min(num_ready, len(may_go))
-        assert ready[len(listed) : num_ready] == [-1] * (num_ready - len(listed))
-        assert [rank[slot] for slot in listed] == may_go[: len(listed)]
-        return listed
+        assert len(set(left)) == len(left) >= min(most_rows, len(may_go))
+        assert [rank[slot] for slot in left] == may_go[: len(left)]
+        return before != [self.cursor.tolist(), self.tensors.slot_buffer.tolist()]
 
-    def fetch(
-        self, ops: FusedOps, wanted: Tensor, scores: Tensor, floor: int, num_ready: int, **plan: Any
-    ) -> None:
+    def fetch(self, ops: FusedOps, wanted: Tensor, scores: Tensor, floor: int, **plan: Any) -> None:
         """One `make_resident`, then every check."""
         model = self.model
         found = torch.full_like(wanted, -77)
@@ -90,7 +100,7 @@ class LayerUnderTest:
         ops.make_resident(
             wanted.to(self.device),
             scores.to(self.device),
-            self.layer(floor, num_ready),
+            self.layer(floor),
             found := found.to(self.device),
             **plan,
         )
@@ -104,7 +114,7 @@ class LayerUnderTest:
         self._check_state(before, wanted.flatten().tolist(), found.flatten().tolist(), floor)
         model.held = self._held()  # the freedoms that were taken
 
-    def append(self, ops: FusedOps, host_slots: list[int], floor: int, num_ready: int) -> None:
+    def append(self, ops: FusedOps, host_slots: list[int], floor: int) -> None:
         """One `append_rows` of random rows, then every check."""
         model, before = self.model, dict(self.model.held)
         rows = torch.randint(0, 256, (len(host_slots), self.host_rows.shape[1]), dtype=torch.uint8)
@@ -115,7 +125,7 @@ class LayerUnderTest:
         ops.append_rows(
             torch.tensor(host_slots, dtype=torch.int32, device=self.device),
             rows.to(self.device),
-            self.layer(floor, num_ready),
+            self.layer(floor),
         )
         levels = [floor] * len(host_slots)
         missing, _ = model.lookup(host_slots, levels, floor)

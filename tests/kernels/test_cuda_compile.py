@@ -1,16 +1,29 @@
 """Every CUDA kernel compiles for Hopper, without a GPU and without spilling registers."""
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from echokv.errors import KernelUnavailable
-from echokv.kernels.cuda import build, fetch_listed, index_scores, recall, topk
+from echokv.kernels.cuda import (
+    append,
+    build,
+    fetch_listed,
+    index_scores,
+    recall,
+    topk,
+    touch,
+    victims,
+)
 from echokv.kernels.cuda.launch import MAX_SHARED_BYTES
 
 SOURCES = {
     "topk": topk,
     "recall": recall,
+    "append": append,
+    "touch": touch,
+    "victims": victims,
     "index_scores": index_scores,
     "fetch_listed": fetch_listed,
 }
@@ -26,10 +39,11 @@ def test_kernels_compile_without_spills(name: str) -> None:
     assert all(kernel.registers * threads <= 65536 for kernel in usage)
 
 
-def test_as_many_blocks_are_resident_as_make_resident_waits_for() -> None:
-    _, usage = build.compile_cubin("recall")
-    registers = next(kernel.registers for kernel in usage if kernel.name == "make_resident")
-    assert registers * recall.MODULE.threads * recall.BLOCKS_PER_SM <= 65536
+@pytest.mark.parametrize("module, name", [(recall, "make_resident"), (append, "append_rows")])
+def test_as_many_blocks_are_resident_as_wait_for_each_other(module: ModuleType, name: str) -> None:
+    _, usage = build.compile_cubin(module.MODULE.name)
+    registers = next(kernel.registers for kernel in usage if kernel.name == name)
+    assert registers * module.MODULE.threads * recall.BLOCKS_PER_SM <= 65536
 
 
 def test_fetch_listed_fits_an_sm_beside_those_that_score_and_select() -> None:
@@ -121,8 +135,8 @@ def test_make_resident_covers_every_entry_with_blocks_that_fit(rows: int, k: int
 @pytest.mark.parametrize("rows", [1, 13, 64, 65, 512, 8192, 100_000])
 @pytest.mark.parametrize("row_bytes", [656, 1152, 2304, 40])
 def test_append_rows_covers_every_row_with_blocks_that_fit(rows: int, row_bytes: int) -> None:
-    plan = recall.append_plan(rows, row_bytes, 132)
-    assert 1 <= plan.each <= recall.MODULE.threads
+    plan = append.append_plan(rows, row_bytes, 132)
+    assert 1 <= plan.each <= append.MODULE.threads
     assert plan.most // plan.each <= 132 * recall.BLOCKS_PER_SM
     assert plan.shared_bytes <= 227 * 1024 // recall.BLOCKS_PER_SM
     assert rows > 64 or plan.each >= min(rows, 43)

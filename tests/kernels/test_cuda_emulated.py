@@ -11,6 +11,8 @@ from tests.kernels.cuda_emulator import Emulator
 from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_topk import DISTRIBUTIONS, oracle
 
+from echokv.kernels.fused_layer import STALE, TOUCHED
+
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
 
@@ -76,19 +78,18 @@ def test_choose_victims_lists_the_oldest_first(emulator: Emulator, slots: int, f
     rng = random.Random(slots)
     for share in (0.0, 0.6, 1.0):
         under_test = LayerUnderTest(layer_in_use(rng, slots, 2 * slots, share, floor), CPU)
-        for num_ready in {1, slots // 3 + 1, slots}:
-            under_test.choose(emulator, floor, num_ready)
+        under_test.choose(emulator, floor)
 
 
 def test_choose_victims_leaves_out_what_is_protected(emulator: Emulator) -> None:
     held = {0: (0, 80), 1: (1, 79), 2: (2, 85), 3: (3, 7)}
-    assert LayerUnderTest(LayerModel(6, 9, held), CPU).choose(emulator, 80, 6)[2:] == [3, 1]
+    assert LayerUnderTest(LayerModel(6, 9, held), CPU).choose(emulator, 80)[2:] == [3, 1]
 
 
 def test_victims_of_the_next_step_may_be_protected_in_this_one(emulator: Emulator) -> None:
     held = {0: (0, 80), 1: (1, 79), 2: (2, 85), 3: (3, 7)}
     under_test = LayerUnderTest(LayerModel(4, 9, held), CPU)
-    assert under_test.choose(emulator, 88, 4) == [3, 1, 0, 2]
+    assert under_test.choose(emulator, 88) == [3, 1, 0, 2]
 
 
 def test_a_new_list_serves_the_next_step(emulator: Emulator) -> None:
@@ -96,14 +97,47 @@ def test_a_new_list_serves_the_next_step(emulator: Emulator) -> None:
     for seed in range(20):
         rng = random.Random(seed)
         under_test = LayerUnderTest(layer_in_use(rng, 40, 90, rng.choice([0.7, 1.0]), 800), CPU)
-        under_test.choose(emulator, 800, 40)
-        under_test.append(emulator, rng.sample(range(90), 30), 800, 40)
-        under_test.choose(emulator, 808, 40)
+        under_test.choose(emulator, 800)
+        under_test.append(emulator, rng.sample(range(90), 30), 800)
+        under_test.choose(emulator, 808)
         new = rng.sample(range(90), 8)
-        under_test.append(emulator, new, 808, 40)
+        under_test.append(emulator, new, 808)
         wanted = torch.tensor([rng.sample(range(90), 32), [*new, *rng.sample(range(90), 24)]])
         wanted[1, 8:] = wanted[0, 8:]
-        under_test.fetch(emulator, wanted.to(torch.int32), torch.rand(2, 32), 808, 40)
+        under_test.fetch(emulator, wanted.to(torch.int32), torch.rand(2, 32), 808)
+
+
+@pytest.mark.parametrize("most_rows", [8, 30])
+def test_a_list_serves_as_many_steps_as_it_has_names_for(
+    emulator: Emulator, most_rows: int
+) -> None:
+    """`begin` holds what is left of it against the pool, at every step of many."""
+    anew = []
+    for seed in range(12):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer_in_use(rng, 60, 150, rng.choice([0.3, 1.0]), 800), CPU)
+        warm = rng.sample(range(150), 25)
+        for step in range(12):
+            floor = 800 + 8 * step
+            anew.append(under_test.begin(emulator, floor, most_rows))
+            under_test.append(emulator, [rng.randrange(150)], floor)
+            warm[rng.randrange(25)] = rng.randrange(150)
+            wanted = torch.tensor([rng.sample(warm, (most_rows - 1) // 2)] * 2, dtype=torch.int32)
+            wanted[1, -2:] = torch.tensor(rng.sample(range(150), 2))
+            under_test.fetch(emulator, wanted, torch.rand(wanted.shape), floor)
+    kept = 1 - sum(anew) / len(anew)
+    assert kept > (0.5 if most_rows == 8 else 0.05), kept
+
+
+def test_a_list_is_made_anew_when_it_is_stale_or_the_clock_went_back(emulator: Emulator) -> None:
+    under_test = LayerUnderTest(layer_in_use(random.Random(1), 40, 90, 0.9, 800), CPU)
+    assert under_test.begin(emulator, 800, 5)
+    assert not under_test.begin(emulator, 808, 5)
+    under_test.cursor[TOUCHED] = STALE
+    assert under_test.begin(emulator, 808, 5)
+    levels = under_test.tensors.priority
+    levels.copy_(torch.where(levels >= 0, levels.clamp(max=15), levels))  # as a rebase does
+    assert under_test.begin(emulator, 16, 5)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -116,12 +150,12 @@ def test_make_resident(emulator: Emulator, share: float, lanes: int, row_bytes: 
     model = layer_in_use(rng, 400, 900, share, floor)
     under_test = LayerUnderTest(model, CPU, row_bytes)
     for step in range(4):
-        under_test.choose(emulator, floor, 400)
+        under_test.choose(emulator, floor)
         owners = [owner for owner, _ in model.held.values()]
         pool = rng.sample(range(900), 60) + rng.sample(owners, min(60, len(owners)))
         wanted = selection(rng, pool, 3, 150)
         scores = torch.randn(wanted.shape).masked_fill(wanted < 0, torch.nan)
-        under_test.fetch(emulator, wanted, scores, floor, 400, lanes=lanes)
+        under_test.fetch(emulator, wanted, scores, floor, lanes=lanes)
         floor += 8 * (step + 1)
 
 
@@ -131,42 +165,42 @@ def test_make_resident_in_many_orders(emulator: Emulator) -> None:
         rng = random.Random(seed)
         model = layer_in_use(rng, 40, 60, rng.choice([0.5, 1.0]), 800)
         under_test = LayerUnderTest(model, CPU)
-        under_test.choose(emulator, 800, 40)
+        under_test.choose(emulator, 800)
         pool = rng.sample(range(60), rng.choice([3, 20, 38]))
         wanted = selection(rng, pool, 5, 33)
         scores = torch.randn(wanted.shape)
-        under_test.fetch(emulator, wanted, scores, 800, 40, lanes=rng.choice([4, 8, 32]))
+        under_test.fetch(emulator, wanted, scores, 800, lanes=rng.choice([4, 8, 32]))
 
 
 def test_make_resident_of_nothing_and_of_what_is_there(emulator: Emulator) -> None:
     rng = random.Random(3)
     model = layer_in_use(rng, 64, 64, 1.0, 800)
     under_test = LayerUnderTest(model, CPU)
-    under_test.choose(emulator, 800, 64)
+    under_test.choose(emulator, 800)
     for wanted in (
         torch.full((2, 40), -1, dtype=torch.int32),
         torch.arange(64, dtype=torch.int32).view(2, 32),
     ):
-        under_test.fetch(emulator, wanted, torch.zeros(wanted.shape), 800, 64)
+        under_test.fetch(emulator, wanted, torch.zeros(wanted.shape), 800)
 
 
 def test_make_resident_twice_in_a_step(emulator: Emulator) -> None:
     """What the first call took in is protected from the second."""
     rng = random.Random(9)
     under_test = LayerUnderTest(layer_in_use(rng, 100, 300, 1.0, 800), CPU)
-    under_test.choose(emulator, 800, 100)
+    under_test.choose(emulator, 800)
     for start in (0, 100):
         wanted = torch.arange(start, start + 48, dtype=torch.int32).view(2, 24)
-        under_test.fetch(emulator, wanted, torch.rand(wanted.shape), 800, 100)
+        under_test.fetch(emulator, wanted, torch.rand(wanted.shape), 800)
 
 
 def test_make_resident_without_enough_room(emulator: Emulator) -> None:
     """Rows beyond the pool stay absent and break nothing: the manager's check() counts them."""
     under_test = LayerUnderTest(LayerModel(20, 90), CPU)
-    under_test.choose(emulator, 80, 20)
+    under_test.choose(emulator, 80)
     wanted = torch.arange(40, dtype=torch.int32).repeat(2, 1)
     found = torch.full_like(wanted, -77)
-    emulator.make_resident(wanted, torch.rand(wanted.shape), under_test.layer(80, 20), found)
+    emulator.make_resident(wanted, torch.rand(wanted.shape), under_test.layer(80), found)
     assert under_test.totals.tolist() == [0, 40, 0, 0, 20]
     assert torch.equal(found[0], found[1])
     assert sorted(found[0].tolist()) == [-1] * 20 + list(range(20))
@@ -188,14 +222,14 @@ def test_append_rows(
         under_test = LayerUnderTest(
             layer_in_use(rng, 60, 200, rng.choice([0.5, 1.0]), 800), CPU, row_bytes
         )
-        under_test.choose(emulator, 800, 60)
+        under_test.choose(emulator, 800)
         owners = [owner for owner, _ in under_test.model.held.values()]
         new = list({*rng.sample(range(200), 20), *rng.sample(owners, 10)})
-        under_test.append(emulator, [-1, *new, -1], 800, 60)
+        under_test.append(emulator, [-1, *new, -1], 800)
         wanted = selection(rng, [*new, *rng.sample(range(200), 10)], 3, 30)
-        under_test.fetch(emulator, wanted, torch.rand(wanted.shape), 800, 60)
-        under_test.choose(emulator, 808, 60)
-        under_test.append(emulator, rng.sample(range(200), 60), 808, 60)  # all there is
+        under_test.fetch(emulator, wanted, torch.rand(wanted.shape), 800)
+        under_test.choose(emulator, 808)
+        under_test.append(emulator, rng.sample(range(200), 60), 808)  # all there is
 
 
 @pytest.mark.parametrize("row_bytes", [656, 1152, 40, 4])

@@ -15,8 +15,8 @@ from tests.kernels.prefetch_model import PrefetchCase, make_case
 from tests.kernels.resident_model import LayerUnderTest
 
 from echokv.cache.manager import CacheManager
+from echokv.kernels.cuda import fused, prefetch
 from echokv.kernels.cuda import index_scores as scoring
-from echokv.kernels.cuda import prefetch, recall
 from echokv.kernels.cuda.fetch_listed import fetch_listed
 from echokv.kernels.cuda.index_scores import index_scores
 from echokv.kernels.fused_layer import TOTALS, FusedLayer
@@ -77,8 +77,7 @@ class OnGpu:
     def prefetch(self, most: int, rows_per_unit: int, least: int) -> set[int]:
         """Make the ready list, prefetch, check. What came in."""
         case, under_test = self.case, self.case.layer
-        slots = under_test.model.device_slots
-        ready = under_test.choose(recall, FLOOR, slots)
+        ready = under_test.choose(fused, FLOOR)
         before = copy.deepcopy(under_test.model)
         tensors = (ints(case.request_slots), case.thresholds.cuda(), case.limits.cuda())
         found = Candidates.room(len(case.lens), most, CUDA)
@@ -87,7 +86,7 @@ class OnGpu:
         fetch = (lambda *how: put_off.append(how)) if self.late else fetch_listed
         with patch.object(scoring, "fetch_listed", fetch):
             scores = prefetch.index_scores_prefetch(
-                *self.arguments, *tensors, case.fused_layer(FLOOR, slots), self.lists, found,
+                *self.arguments, *tensors, case.fused_layer(FLOOR), self.lists, found,
                 kth_scores, self.fork, rows_per_unit=rows_per_unit, least=least,
             )  # fmt: skip
         for how in put_off:
@@ -232,7 +231,6 @@ def fused_layer_of(manager: CacheManager, host: HostPool, totals: torch.Tensor) 
     return FusedLayer(
         floor=state.floor, device_free=layer.device_free, priority=layer.priority,
         device_to_host=layer.device_to_host, host_to_device=layer.host_to_device,
-        ready=layer.slot_buffer, cursor=ready._cursors[:1], barrier=ready._barrier,
+        ready=layer.slot_buffer, cursor=ready._cursors[0], barrier=ready._barrier,
         totals=totals[0], host_rows=host.rows[0], device_rows=manager.rows(0),
-        num_ready=state.device_slots,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.resident_model import LayerUnderTest, selection
 
-from echokv.kernels.cuda import recall
+from echokv.kernels.cuda import fused, recall
 from echokv.kernels.fused_layer import FusedLayer
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -24,8 +24,7 @@ def test_choose_victims_lists_the_oldest_first(slots: int, floor: int) -> None:
     rng = random.Random(slots)
     for share in (0.0, 0.6, 1.0):
         under_test = LayerUnderTest(layer_in_use(rng, slots, 2 * slots, share, floor), CUDA)
-        for num_ready in {1, slots // 3 + 1, slots}:
-            under_test.choose(recall, floor, num_ready)
+        under_test.choose(fused, floor)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -37,12 +36,12 @@ def test_make_resident(share: float, lanes: int | None, row_bytes: int) -> None:
     floor = 4096
     under_test = LayerUnderTest(layer_in_use(rng, 5000, 9000, share, floor), CUDA, row_bytes)
     for step in range(3):
-        under_test.choose(recall, floor, 5000)
+        under_test.choose(fused, floor)
         owners = [owner for owner, _ in under_test.model.held.values()]
         pool = rng.sample(range(9000), 1500) + rng.sample(owners, min(1500, len(owners)))
         wanted = selection(rng, pool, 7, 1029)
         scores = torch.randn(wanted.shape).masked_fill(wanted < 0, torch.nan)
-        under_test.fetch(recall, wanted, scores, floor, 5000, lanes=lanes)
+        under_test.fetch(fused, wanted, scores, floor, lanes=lanes)
         floor += 8 * (step + 1)
 
 
@@ -50,9 +49,9 @@ def test_make_resident_over_several_tiles_a_block() -> None:
     """More rows than resident blocks, so that entries wait in device_slots."""
     rng = random.Random(5)
     under_test = LayerUnderTest(layer_in_use(rng, 3000, 5000, 0.8, 4096), CUDA)
-    under_test.choose(recall, 4096, 3000)
+    under_test.choose(fused, 4096)
     wanted = selection(rng, rng.sample(range(5000), 2900), 700, 70)
-    under_test.fetch(recall, wanted, torch.randn(wanted.shape), 4096, 3000)
+    under_test.fetch(fused, wanted, torch.randn(wanted.shape), 4096)
 
 
 def test_make_resident_in_many_orders() -> None:
@@ -60,10 +59,10 @@ def test_make_resident_in_many_orders() -> None:
     for seed in range(100):
         rng = random.Random(seed)
         under_test = LayerUnderTest(layer_in_use(rng, 90, 120, rng.choice([0.5, 1.0]), 800), CUDA)
-        under_test.choose(recall, 800, 90)
+        under_test.choose(fused, 800)
         pool = rng.sample(range(120), rng.choice([3, 40, 88]))
         wanted = selection(rng, pool, 5, 133)
-        under_test.fetch(recall, wanted, torch.randn(wanted.shape), 800, 90)
+        under_test.fetch(fused, wanted, torch.randn(wanted.shape), 800)
 
 
 @pytest.mark.parametrize("row_bytes", [656, 1152, 40, 1568])
@@ -74,19 +73,19 @@ def test_append_rows(row_bytes: int, count: int) -> None:
         rng = random.Random(seed)
         share = rng.choice([0.5, 1.0])
         under_test = LayerUnderTest(layer_in_use(rng, 3000, 6000, share, 800), CUDA, row_bytes)
-        under_test.choose(recall, 800, 3000)
+        under_test.choose(fused, 800)
         owners = [owner for owner, _ in under_test.model.held.values()]
         new = list({*rng.sample(range(6000), count), *rng.sample(owners, count // 3)})
-        under_test.append(recall, [-1, *new, -1], 800, 3000)
+        under_test.append(fused, [-1, *new, -1], 800)
         wanted = selection(rng, [*new, *rng.sample(range(6000), 600)], 3, 300)
-        under_test.fetch(recall, wanted, torch.rand(wanted.shape), 800, 3000)
+        under_test.fetch(fused, wanted, torch.rand(wanted.shape), 800)
 
 
 def test_every_entry_the_same_missing_row() -> None:
     under_test = LayerUnderTest(LayerModel(4, 9, {0: (3, 1)}), CUDA)
-    under_test.choose(recall, 8, 4)
+    under_test.choose(fused, 8)
     wanted = torch.full((13, 2048), 5, dtype=torch.int32)
-    under_test.fetch(recall, wanted, torch.zeros(wanted.shape), 8, 4)
+    under_test.fetch(fused, wanted, torch.zeros(wanted.shape), 8)
 
 
 def test_int32_offsets_of_neither_pool_overflow() -> None:
@@ -106,17 +105,18 @@ def test_int32_offsets_of_neither_pool_overflow() -> None:
     layer = FusedLayer(
         floor=full(1, 8), device_free=full(slots, 1, torch.uint8), priority=full(slots, -1),
         device_to_host=full(slots, -1), host_to_device=full(slots, -1), ready=ready,
-        cursor=full(1, 0), barrier=full(1, 0), totals=full(5, 0, torch.int64),
-        host_rows=host_rows, device_rows=device_rows, num_ready=slots,
+        cursor=torch.tensor([0, 0, slots, 8], dtype=torch.int32, device=CUDA),
+        barrier=full(1, 0), totals=full(5, 0, torch.int64), host_rows=host_rows,
+        device_rows=device_rows,
     )  # fmt: skip
     found = full(5, -77).view(1, 5)
-    recall.make_resident(far.cuda().view(1, 5), torch.zeros(1, 5, device=CUDA), layer, found)
+    fused.make_resident(far.cuda().view(1, 5), torch.zeros(1, 5, device=CUDA), layer, found)
     assert sorted(found[0].tolist()) == sorted(ready[:5].tolist())
     assert torch.equal(device_rows[found[0].long()].cpu(), host_rows[far.long()])
 
     new = (far - 2).clamp(min=1)
     rows = torch.randint(0, 256, (5, 656), dtype=torch.uint8)
-    recall.append_rows(new.cuda(), rows.cuda(), layer)
+    fused.append_rows(new.cuda(), rows.cuda(), layer)
     where = layer.host_to_device[new.long().cuda()]
     assert sorted(where.tolist()) == sorted(ready[5:10].tolist())
     assert torch.equal(device_rows[where.long()].cpu(), rows)

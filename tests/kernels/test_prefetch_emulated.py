@@ -27,8 +27,7 @@ def prefetch(
     emulator: Emulator, case: PrefetchCase, most: int, rows_per_unit: int, least: int, **how: Any
 ) -> set[int]:
     """Make the ready list, prefetch, check. What came in."""
-    slots = case.layer.model.device_slots
-    ready = case.layer.choose(emulator, FLOOR, slots)
+    ready = case.layer.choose(emulator, FLOOR)
     return prefetch_from(emulator, case, ready, most, rows_per_unit, least, **how)
 
 
@@ -42,12 +41,12 @@ def prefetch_from(
     **how: Any,
 ) -> set[int]:
     """The same with a ready list that has been made."""
-    before, slots = copy.deepcopy(case.layer.model), case.layer.model.device_slots
+    before = copy.deepcopy(case.layer.model)
     found = Candidates.room(len(case.lens), most, CPU)
     emulator.prefetch(
         case.scores, case.tables, ints(case.request_rows), ints(case.lens),
-        ints(case.request_slots), case.thresholds, case.limits, case.fused_layer(FLOOR, slots),
-        found, torch.empty(len(case.lens)), rows_per_unit=rows_per_unit, least=least, **how,
+        ints(case.request_slots), case.thresholds, case.limits, case.fused_layer(FLOOR), found,
+        torch.empty(len(case.lens)), rows_per_unit=rows_per_unit, least=least, **how,
     )  # fmt: skip
     budgets = [case.budget(row, most, rows_per_unit, least) for row in range(len(case.lens))]
     return case.check(before, ready, FLOOR, found, budgets)
@@ -179,7 +178,7 @@ def test_rows_raised_after_the_list_was_made_are_passed_over(emulator: Emulator)
     rng = random.Random(8)
     under_test = LayerUnderTest(layer_in_use(rng, 60, 640, 1.0, FLOOR), CPU)
     case = make_case(rng, under_test, [300, 200])
-    ready = under_test.choose(emulator, FLOOR, 60)
+    ready = under_test.choose(emulator, FLOOR)
     for slot in ready[:20:2]:
         under_test.tensors.priority[slot] = FLOOR
         under_test.model.held[slot] = (under_test.model.held[slot][0], FLOOR)
@@ -199,7 +198,7 @@ def test_shares_cover_every_page_once(emulator: Emulator, blocks: int) -> None:
         shares = emulator.prefetch(
             torch.zeros(rows, width), torch.zeros((1, 8), dtype=torch.int32), ints([0] * rows),
             ints(lens), ints([-1] * rows), case.thresholds, case.limits,
-            case.fused_layer(FLOOR, 8), Candidates.room(rows, 1, CPU), torch.empty(rows),
+            case.fused_layer(FLOOR), Candidates.room(rows, 1, CPU), torch.empty(rows),
             rows_per_unit=0, least=0, blocks=blocks, scoring=1,
         )  # fmt: skip
         pages = [(row, page) for row, n in enumerate(lens)

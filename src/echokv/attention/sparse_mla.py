@@ -21,6 +21,10 @@ from echokv.memory.slots import DeviceSlots, HostSlots
 LEAST_TOKENS_AHEAD = 8
 """Tokens of a piece below which recalling ahead, which halves pieces, costs more than it hides."""
 
+LEAST_SELECTED = 10_000
+"""Rows that a decode step selects in a layer, from which on it may recall so many (a thousand and
+more) that having their addresses translated beforehand pays."""
+
 RECALL_BESIDE = True
 """Whether a decode step's rows are recalled beside the products that its query still needs; False
 recalls them where attention asks."""
@@ -32,7 +36,7 @@ class SparseAttention:
     A pass that fits (`fits_at_once`) is one cache step: new and selected rows stay resident until
     the next pass. Otherwise it attends in pieces (`plan_pieces`), each a cache step of its own;
     new rows are then kept as far as the pool goes and recalled from host where they had to leave.
-    With `ahead`, a piece's rows are recalled while the piece before it attends.
+    With `rows_ahead`, a piece's rows are recalled while the piece before it attends.
 
     The rows of a decode step can be recalled beside what its query still needs
     (`begin_recall`): copying over PCIe and reading weights don't slow each other.
@@ -46,8 +50,9 @@ class SparseAttention:
         fmt: how a row is laid out.
         scale: softmax scale, YaRN's mscale squared included.
         topk: entries of a selection.
-        ahead: recall ahead, where pieces are worth it (`LEAST_TOKENS_AHEAD`).
-        prefetches: most rows of a layer that are prefetched in a pass; None: none ever.
+        rows_ahead: where rows are prefetched, how many a token of a pass may bring; None: nothing
+            is. With it rows are recalled ahead too, where pieces are worth it
+            (`LEAST_TOKENS_AHEAD`).
 
     Raises:
         CapacityError: a device pool of fewer than topk slots, too small for a single token.
@@ -61,8 +66,7 @@ class SparseAttention:
         scale: float,
         topk: int,
         *,
-        ahead: bool = False,
-        prefetches: Callable[[ForwardBatch], int] | None = None,
+        rows_ahead: Callable[[ForwardBatch], int] | None = None,
     ) -> None:
         if cache.capacity < topk:
             raise CapacityError(
@@ -74,15 +78,16 @@ class SparseAttention:
         self._fmt = fmt
         self._scale = scale
         self._topk = topk
-        self._prefetches = prefetches
-        self._ahead = ahead and cache.capacity // topk >= 2 * LEAST_TOKENS_AHEAD
+        self._rows_ahead = rows_ahead
+        self._ahead = rows_ahead is not None and cache.capacity // topk >= 2 * LEAST_TOKENS_AHEAD
         self._recalled: DeviceSlots | None = None
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
         most = min(batch.num_real_tokens * (self._topk + 1), batch.num_context_rows)
-        prefetched = 0 if self._prefetches is None else self._prefetches(batch)
-        self._cache.begin_step(most_rows=most + prefetched)
+        if self._rows_ahead is not None:
+            most += batch.num_real_tokens * self._rows_ahead(batch)
+        self._cache.begin_step(most_rows=most)
 
     def end_pass(self) -> None:
         """End it: what layers left running on other streams must be done before the next."""
@@ -104,7 +109,11 @@ class SparseAttention:
             HostSlots(batch.host_slots[:real]),
             rows[:real],
             keep=min(real, self._cache.capacity),
+            # A prefetch that takes rows in needs to know which are there.
+            beside=self._rows_ahead is None,
         )
+        if batch.is_decode and self._may_recall_many(batch):
+            self._cache.expect_recall(layer)
 
     def recalls_beside(self, batch: ForwardBatch) -> bool:
         """Whether `begin_recall` would run beside the caller's next products."""
@@ -196,6 +205,10 @@ class SparseAttention:
         if batch.is_decode:
             return library.decode(*args)
         return library.prefill(*args, first_row=rows.start)
+
+    def _may_recall_many(self, batch: ForwardBatch) -> bool:
+        selected = batch.num_real_tokens * self._topk
+        return selected >= LEAST_SELECTED and batch.num_context_rows > self._cache.capacity
 
     def _fits(self, batch: ForwardBatch, topk: int) -> bool:
         capacity = self._cache.capacity

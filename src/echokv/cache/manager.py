@@ -94,14 +94,28 @@ class CacheManager:
         self.side.join()
         self.side.catch_up()
 
-    def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
+    def append(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        rows: Tensor,
+        *,
+        keep: int,
+        beside: bool = False,
+    ) -> None:
         """See `KVCache`."""
-        self.side.join()
         self._require_room(f"keeping {keep} new rows", keep)
-        if self._ready is not None and keep == host_slots.shape[0]:
-            self._ready.append(layer, host_slots, rows)
+        fused = self._ready if keep == host_slots.shape[0] else None
+        if fused is not None and beside:
+            with self.side.fork(host_slots, rows, catches_up=False):
+                fused.append(layer, host_slots, rows)
+            return
+        self.side.join()
+        if fused is not None:
+            fused.append(layer, host_slots, rows)
             return
         if keep > 0:
+            self._list_anew(layer)
             kept = HostSlots(host_slots[host_slots.shape[0] - keep :])
             priorities = self.state.floor.repeat(keep)
             self._slots.reserve(layer, kept, priorities, self._appending, WRITTEN, self._ignored)
@@ -113,6 +127,12 @@ class CacheManager:
             self._host_pool.rows[layer],
             self._device_pool.rows[layer],
         )
+
+    def expect_recall(self, layer: int) -> None:
+        """See `KVCache`."""
+        if self._ready is not None:
+            with self.side.fork(catches_up=False):
+                self._ready.touch(layer)
 
     def make_resident(
         self,
@@ -180,6 +200,7 @@ class CacheManager:
         """
         self._require_room(f"prefetching {host_slots.numel()} rows", host_slots.numel())
         self.side.catch_up()
+        self._list_anew(layer)
         mine, wanted = self._prefetched, HostSlots(host_slots.flatten())
         counts, priorities = mine.counts, mine.unranked[: wanted.shape[0]]
         missing = mine.slots.reserve(layer, wanted, priorities, counts, RECALLED, mine.num_hits)
@@ -222,9 +243,15 @@ class CacheManager:
         """See `KVCache`."""
         return self._device_pool.rows[layer]
 
+    def _list_anew(self, layer: int | None = None) -> None:
+        """Ready lists don't see what other ops do to slots: the next step needs new ones."""
+        if self._ready is not None:
+            self._ready.forget(layer)
+
     def release(self, host_slots: Tensor) -> None:
         """See `KVCache`."""
         self.side.join()
+        self._list_anew()
         state = self.state
         device = state.priority.device
         slots = host_slots.to(device, torch.int32, non_blocking=True).contiguous()

@@ -58,7 +58,15 @@ class KVCache(Protocol):
         """Let the current stream wait for all that runs beside it; a captured step must."""
         ...
 
-    def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
+    def append(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        rows: Tensor,
+        *,
+        keep: int,
+        beside: bool = False,
+    ) -> None:
         """Write new rows to host, and keep the last of them resident in this step.
 
         Args:
@@ -67,9 +75,18 @@ class KVCache(Protocol):
             rows: [T, row_bytes] uint8.
             keep: the rows at index >= T - keep become resident; the others only where they are
                 already.
+            beside: may run beside what the current stream does next; every other call waits.
 
         Raises:
             CapacityError: keep exceeds the device pool.
+        """
+        ...
+
+    def expect_recall(self, layer: int) -> None:
+        """Say that many rows will be recalled after what the current stream does next.
+
+        Args:
+            layer: decoder layer.
         """
         ...
 

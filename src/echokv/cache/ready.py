@@ -1,15 +1,16 @@
-"""Who leaves each layer next, listed at the start of a step, and the fused recall that takes them.
+"""Who leaves each layer next, and the fused recall that takes them.
 
 Used by `CacheManager` where the backend has such an op. A layer's ready list lies in its
-slot_buffer. Listing all layers in one launch, before the first, costs less than a launch a layer
-beside the model, which takes bandwidth from it (cuda_cache.json of commit 009eb8b4, `step_us`).
+slot_buffer and names all slots in the order in which they may leave. It serves step after step:
+one launch at the start of a step looks how many names each layer has left, and sorts the slots of
+those anew that might run out (`kernels/cuda/claims.cuh` has the reasons why that is exact).
 """
 
 import torch
 from torch import Tensor
 
 from echokv.cache.state import CacheState
-from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.fused_layer import CURSOR, STALE, TOUCHED, FusedLayer
 from echokv.kernels.protocol import FusedRecall
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
@@ -40,14 +41,13 @@ class ReadyLists:
         self._device_pool = device_pool
         self._totals = totals
         device = state.priority.device
-        counters = fused.victim_workspace(state.num_layers, device)
-        self._cursors, self._barrier = counters[:-1], counters[-1:]
+        self._cursors = torch.zeros((state.num_layers, CURSOR), dtype=torch.int32, device=device)
+        self._barrier = torch.zeros(1, dtype=torch.int32, device=device)
         self.scratch = torch.empty(state.device_slots, dtype=torch.int32, device=device)
         """[N_G] int32: what the other ops may use as their slot_buffer."""
-        self._listed = [0] * state.num_layers  # slots on each layer's list
 
     def begin_step(self, layer: int | None, most_rows: int | None) -> None:
-        """List who may leave in this step: in one layer, or in all of them.
+        """See to it that enough may leave in this step: in one layer, or in all of them.
 
         Args:
             layer: which; None: all.
@@ -56,15 +56,22 @@ class ReadyLists:
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         slots = self._state.device_slots
         # What is taken in, and what is on the list but turns out to be selected: no more than that.
-        listed = slots if most_rows is None else max(1, min(slots, most_rows))
         self._fused.choose_victims(
             self._state.floor,
             self._state.priority[layers],
             self._state.slot_buffer[layers],
             self._cursors[layers],
-            listed,
+            slots if most_rows is None else max(1, min(slots, most_rows)),
         )
-        self._listed[layers] = [listed] * len(self._listed[layers])
+
+    def forget(self, layer: int | None = None) -> None:
+        """Have a list made anew for the next step: other ops have freed slots, or used some.
+
+        Args:
+            layer: which; None: all.
+        """
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        self._cursors[layers, TOUCHED] = STALE
 
     def make_resident(self, layer: int, host_slots: HostSlots, scores: Tensor) -> Tensor:
         """[T, k] int32 device slots; what was missing has taken the first names on the list.
@@ -88,6 +95,14 @@ class ReadyLists:
         """
         self._fused.append_rows(host_slots, rows, self.use(layer))
 
+    def touch(self, layer: int) -> None:
+        """Have a layer's host rows found fast by a recall some microseconds later.
+
+        Args:
+            layer: decoder layer.
+        """
+        self._fused.touch_pages(self._host_pool.rows[layer], self._state.priority.device)
+
     def use(self, index: int) -> FusedLayer:
         """A layer as ops take it that take names off its list."""
         state = self._state.layer(index)
@@ -98,10 +113,9 @@ class ReadyLists:
             device_to_host=state.device_to_host,
             host_to_device=state.host_to_device,
             ready=state.slot_buffer,
-            cursor=self._cursors[index : index + 1],
+            cursor=self._cursors[index],
             barrier=self._barrier,
             totals=self._totals[index],
             host_rows=self._host_pool.rows[index],
             device_rows=self._device_pool.rows[index],
-            num_ready=self._listed[index],
         )

@@ -50,13 +50,24 @@ class ResidentCache:
     def end_step(self) -> None:
         """Nothing runs beside the current stream."""
 
-    def append(self, layer: int, host_slots: HostSlots, rows: Tensor, *, keep: int) -> None:
-        """Write new rows; all of them stay, whatever `keep` says."""
+    def append(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        rows: Tensor,
+        *,
+        keep: int,
+        beside: bool = False,
+    ) -> None:
+        """Write new rows, at once; all of them stay, whatever `keep` says."""
         pool = self._device_pool.rows[layer]
         # The device pool stands where the op expects the host pool, so that it is written once.
         self._kernels.write_rows(rows, host_slots, self._nowhere, pool, pool)
         if layer == 0:
             self._written.index_fill_(0, host_slots.long(), True)  # -1 wraps to the spare entry
+
+    def expect_recall(self, layer: int) -> None:
+        """Nothing is ever recalled."""
 
     def make_resident(
         self,

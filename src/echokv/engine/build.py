@@ -249,8 +249,7 @@ def _context(
         row_format(config, sizes),
         sizes.softmax_scale,
         sizes.index_topk,
-        ahead=prefetcher is not None,
-        prefetches=None if prefetcher is None else prefetcher.most_rows,
+        rows_ahead=None if prefetcher is None else prefetcher.rows_per_request,
     )
     selector = hooks.selector(model, indexer) if hooks.selector else indexer
     return ForwardContext(selector, attention, hooks.observer)

@@ -113,10 +113,6 @@ class Prefetcher:
         budget = self._budget
         return max(0, row_budget(batch.max_context_len, most, budget.rows_per_unit, budget.least))
 
-    def most_rows(self, batch: ForwardBatch) -> int:
-        """Most rows of a layer that a pass may prefetch."""
-        return batch.num_real_tokens * self.rows_per_request(batch)
-
     def recalls_blocks(self, batch: ForwardBatch) -> bool:
         """Whether a prefill pass is selected in blocks, each recalled beside the next.
 

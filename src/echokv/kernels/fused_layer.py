@@ -11,6 +11,16 @@ from echokv.kernels.checks import check_tensor
 TOTALS = 5
 """Columns of the totals: hits, recalled, evicted, written, allocated."""
 
+CURSOR = 4
+"""Columns of a cursor: names taken off the ready list so far; names on it that were selected or
+written since it was made; its length; the floor when it was made."""
+
+TOUCHED = 1
+"""The second column."""
+
+STALE = 1 << 30
+"""There: the list is not to be used in another step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLayer:
@@ -22,12 +32,11 @@ class FusedLayer:
     device_to_host: Tensor  # [N_G] int32: -1 none
     host_to_device: Tensor  # [N_H] int32: -1 absent
     ready: Tensor  # [N_G] int32: who leaves first, as `choose_victims` lists them
-    cursor: Tensor  # [1] int32: names taken off that list so far
+    cursor: Tensor  # [CURSOR] int32: what is left of that list
     barrier: Tensor  # [1] int32 scratch: launches that may overlap need one each
     totals: Tensor  # [TOTALS] int64: counted since start
     host_rows: Tensor  # [N_H, row_bytes] uint8: host memory that the device reads and writes
     device_rows: Tensor  # [N_G, row_bytes] uint8
-    num_ready: int  # length of the list, as given to `choose_victims`
 
     def check(self) -> None:
         """Check shapes, dtypes, devices and strides.
@@ -42,5 +51,6 @@ class FusedLayer:
         check_tensor("priority", self.priority, (slots,), torch.int32)
         check_tensor("host_to_device", self.host_to_device, (self.host_rows.shape[0],), torch.int32)
         check_tensor("totals", self.totals, (TOTALS,), torch.int64, device=device)
-        check_scalars(device, floor=self.floor, cursor=self.cursor, barrier=self.barrier)
+        check_tensor("cursor", self.cursor, (CURSOR,), torch.int32, device=device)
+        check_scalars(device, floor=self.floor, barrier=self.barrier)
         check_pools(self.host_rows, self.device_rows)

@@ -17,17 +17,13 @@ from echokv.memory.formats import IndexKeyFormat, RowFormat
 
 
 class FusedRecall(Protocol):
-    """A layer's cache management in one launch; contracts are in `kernels/cuda/recall.py`."""
+    """A layer's cache management by few launches.
 
-    def victim_workspace(self, layers: int, device: torch.device) -> Tensor: ...
+    Contracts are in `kernels/cuda/{victims,recall,append,touch}.py`.
+    """
 
     def choose_victims(
-        self,
-        floor: Tensor,
-        priority: Tensor,
-        ready: Tensor,
-        cursors: Tensor,
-        num_ready: int,
+        self, floor: Tensor, priority: Tensor, ready: Tensor, cursor: Tensor, most_rows: int
     ) -> None: ...
 
     def make_resident(
@@ -35,6 +31,8 @@ class FusedRecall(Protocol):
     ) -> None: ...
 
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None: ...
+
+    def touch_pages(self, host_rows: Tensor, device: torch.device) -> None: ...
 
 
 class LibraryMla(Protocol):

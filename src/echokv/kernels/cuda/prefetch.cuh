@@ -138,10 +138,6 @@ DEVICE void store_part(u8* to, const RowPart& part, u32 bytes, u32 lane) {
     if ((i * WARP + lane) * 16 < bytes) store_row_words(to + (i * WARP + lane) * 16, part.words[i]);
 }
 
-DEVICE const u8* host_row(const Layer& layer, i32 host_slot) {
-  return layer.host_rows + u64(u32(host_slot)) * layer.row_bytes;
-}
-
 // The rows of some lanes, one after the other; the next is asked for before one is written. `first`
 // is the first part of the first. A slot of -1: that row has nowhere to go.
 DEVICE void copy_rows(const Layer& layer, RowPart first, i32 host_slot, i32 slot, u32 lanes,
@@ -190,7 +186,7 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
   const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
   u32 first = 0;
-  if (lane == 0) first = u32(atomicAdd(layer.cursor, i32(__popc(claims))));
+  if (lane == 0) first = take_names(layer, __popc(claims));
   first = __shfl_sync(ALL_LANES, first, 0);
   Victim victim = {0, NONE, NONE};
   bool settled = false;

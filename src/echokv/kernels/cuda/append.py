@@ -1,0 +1,90 @@
+"""New rows in one launch: written to host, and made resident."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echokv.kernels.cache_args import check_entries
+from echokv.kernels.checks import check_tensor
+from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
+from echokv.kernels.cuda.recall import BLOCKS_PER_SM, EARLY, Layer, layer_of, moves_16_bytes
+from echokv.kernels.fused_layer import FusedLayer
+
+MODULE = CudaModule("append", threads=512)
+KERNELS = ("append_rows",)
+
+_STAGED_BYTES = 100 * 1024  # at most, of a block, for its rows
+_ALONE = 64  # rows that one block appends
+
+
+class AppendArguments(Arguments):
+    """See append.cu."""
+
+    _fields_ = (
+        ("layer", Layer),
+        ("host_slots", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("num_rows", "each", "staged", "pad")),
+    )
+
+
+def append_rows(host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
+    """Write new rows to host and make them resident, evicting as needed.
+
+    What `lookup`, `free`, `allocate` and `write_rows` do in sequence, with every priority at the
+    floor, and with the freedoms of `make_resident`.
+
+    Args:
+        host_slots: [T] int32, distinct, -1 for rows to skip.
+        rows: [T, row_bytes] uint8.
+        layer: in place; totals += 0, 0, evicted, rows that were absent, allocated.
+    """
+    layer.check()
+    device = layer.priority.device
+    check_entries(device, host_slots)
+    shape = (host_slots.shape[0], layer.device_rows.shape[1])
+    check_tensor("rows", rows, shape, torch.uint8, device=device)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    plan = append_plan(*shape, sms)
+    whole_words = moves_16_bytes(rows, layer.host_rows, layer.device_rows)
+    for start in range(0, shape[0], plan.most):
+        count = min(plan.most, shape[0] - start)
+        arguments = AppendArguments(
+            layer_of(layer), pointer(host_slots[start:]), pointer(rows[start:]), count, plan.each,
+            whole_words and plan.staged, 0,
+        )  # fmt: skip
+        MODULE.launch(
+            "append_rows", arguments, device, blocks=-(-count // plan.each),
+            shared_bytes=plan.shared_bytes, early=EARLY,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppendPlan:
+    """How new rows are cut up."""
+
+    each: int  # rows of a block
+    staged: int  # 1: a block keeps its rows in shared memory
+    most: int  # rows of a launch, whose blocks are all resident at once
+    shared_bytes: int
+
+
+def append_plan(rows: int, row_bytes: int, sms: int, threads: int = MODULE.threads) -> AppendPlan:
+    """One block for a decode step's rows, as many as there can be for a prefill's."""
+    blocks = BLOCKS_PER_SM * sms
+    fits = max(1, _STAGED_BYTES // row_bytes)
+    wanted = rows if rows <= _ALONE else max(threads // 32, -(-rows // blocks))
+    each = min(wanted, threads, fits)
+    return AppendPlan(
+        each=each,
+        staged=int(row_bytes * each <= _STAGED_BYTES),
+        most=each * blocks,
+        shared_bytes=append_shared_bytes(threads) + each * row_bytes,
+    )
+
+
+def append_shared_bytes(threads: int) -> int:
+    """sizeof(AppendShared) for blocks of so many threads."""
+    return -(-4 * (threads // 32 + 8 + threads) // 16) * 16
