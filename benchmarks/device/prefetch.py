@@ -164,10 +164,10 @@ class Case:
         manager, results = self.world.manager, []
         indexer.begin_pass(self.batch)
         for layer in range(self.world.sizes.layers):
+            manager.expect_recall(layer)
             selection = indexer.select(layer, self.query[layer], self.weights[layer], self.batch)
             slots = manager.make_resident(layer, selection.host_slots, selection.scores)
             results.append((selection, slots))
-        manager.end_step()
         return results
 
     def selection(self, layer: int, topk: int | None = None) -> Selection:
@@ -204,6 +204,8 @@ class Case:
             absent = self._absent(hit, slots.shape[1], generator, near)
             self._fill(layer, slots[~absent], generator)
             missing.append(slots[:, : world.sizes.topk][absent[:, : world.sizes.topk]])
+        if world.manager._ready is not None:
+            world.manager._ready.forget()  # the pool isn't what it was listed from
         world.manager.begin_step()
         return missing
 
@@ -268,10 +270,34 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
+    return captured(run)
+
+
+def captured(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A replay of run, and what it returns."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = run()
     return graph.replay, results
+
+
+def graphs_of(case: Case, indexer: Indexer) -> tuple[Callable[[], None], Any, Callable[[], None]]:
+    """Replays of all layers and of the end of the step, and what the first returns.
+
+    A step ends once, however many layers it has: its end isn't part of a layer's time.
+    """
+    world = case.world
+
+    def whole() -> Any:
+        results = case.run(indexer)
+        world.manager.end_step()
+        return results
+
+    if world.device.type != "cuda":
+        return *graph_of(lambda: case.run(indexer), world.device), world.manager.end_step
+    graph_of(whole, world.device)  # compiles, and learns nothing that stays
+    replay, results = captured(lambda: case.run(indexer))
+    return replay, results, captured(world.manager.end_step)[0]
 
 
 def microseconds(replay: Callable[[], None], flush: Tensor) -> float:
@@ -294,30 +320,33 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     world, sizes = case.world, case.world.sizes
     generator = torch.Generator(device=world.device).manual_seed(5)
     case.prepare(hits[0], "perfect", generator)
-    off, off_results = graph_of(lambda: case.run(world.plain), world.device)
+    off = graphs_of(case, world.plain)
     case.prepare(hits[0], "perfect", generator)
-    on, on_results = graph_of(lambda: case.run(world.ahead), world.device)
+    on = graphs_of(case, world.ahead)
     variants = {
-        "off": (off, off_results, "perfect", True),
-        "perfect": (on, on_results, "perfect", True),
-        "on": (on, on_results, "recorded", True),
-        "worst": (on, on_results, "recorded", False),
+        "off": (off, "perfect", True),
+        "perfect": (on, "perfect", True),
+        "on": (on, "recorded", True),
+        "worst": (on, "recorded", False),
     }
     for hit in hits:
         times: dict[str, list[float]] = {name: [] for name in variants}
+        ends: list[float] = []
         counts: dict[str, list[int]] = {name: [0, 0, 0] for name in variants}
         learnt: dict[str, Predictions] = {}
         for repeat in range(-LEARNING, sizes.repeats):
-            for name, (replay, results, kind, near) in variants.items():
+            for name, ((replay, results, finish), kind, near) in variants.items():
                 generator.manual_seed(repeat + LEARNING)
                 missing = case.prepare(hit, kind, generator, near=near)
                 recall_limits(world.predictions, None if name == "worst" else learnt.get(name))
                 before = world.manager.counters()
                 taken = microseconds(replay, world.flush) / sizes.layers
+                end = microseconds(finish, world.flush)
                 learnt[name] = copy.deepcopy(world.predictions)
                 if repeat < 0:
                     continue
                 times[name].append(taken)
+                ends += [end] if name == "on" else []
                 if repeat == 0:
                     case.check(results, missing)
                 for old, new in zip(before, world.manager.counters(), strict=True):
@@ -335,6 +364,7 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
             "gib": sizes.layers * case.batch_size * case.context * world.fmt.row_bytes / 2**30,
             "columns": world.prefetcher.rows_per_request(case.batch),
             "us": spreads,
+            "end_of_step_us": common.spread(ends)["median"],
             "speedup": {
                 name: spreads["off"]["median"] / spread["median"]
                 for name, spread in spreads.items()

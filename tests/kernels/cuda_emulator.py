@@ -225,9 +225,7 @@ class Emulator:
         arguments = PrefetchRun(
             pointer(block_tables), pointer(request_rows), pointer(scores), pointer(shares),
             pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, 0,
-            fetch_listed.listed_arguments(
-                prefetch, contexts, lists, kth_scores, layer.host_rows.nbytes
-            ),
+            fetch_listed.listed_arguments(prefetch, contexts, lists, kth_scores),
         )  # fmt: skip
         self._library.run_prefetch(blocks, self._next(), tick, ctypes.byref(arguments))
         return shares

@@ -51,6 +51,7 @@ class OnGpu:
 
     def __init__(self, case: PrefetchCase, heads: int = 64, *, late: bool = False) -> None:
         self.case, self.late = case, late
+        load_kernels("cuda", CUDA)  # nobody waits for a kernel that is still being compiled
         rows, num_pages = len(case.lens), case.layer.model.host_slots // 64
         pages = torch.empty((num_pages, FMT.page_bytes), dtype=torch.uint8, device=CUDA)
         keys = torch.randn((num_pages, 64 * 128), device=CUDA) * 64

@@ -136,8 +136,9 @@ def test_a_context_of_a_million_tokens_does_not_overflow_the_budget(backend, laz
     tables = torch.arange(length // BLOCK_TOKENS, dtype=torch.int32, device=device)[None]
     slots, _, counts = backend.op("prefetch_candidates")(
         scores, ints([length], device), tables, ints([0], device), ints([0], device),
-        floats([0.0], device), ints([NO_LIMIT], device), torch.full((length,), -1, dtype=torch.int32,
-        device=device), most=4, rows_per_unit=65535, least=0,
+        floats([0.0], device), ints([NO_LIMIT], device),
+        torch.full((length,), -1, dtype=torch.int32, device=device),
+        most=4, rows_per_unit=65535, least=0,
     )  # fmt: skip
     assert slots.tolist() == [list(range(length - 5, length - 1))]
     assert counts.tolist() == [4]

@@ -18,8 +18,9 @@ USEFUL_ALPHA = 0.5
 """Weight of the past in the number of useful rows."""
 
 ROWS_FOR_A_USEFUL_ONE = 4
-"""Rows that a request may fetch in a layer for each that was useful of late. So what a request gets
-dwindles to PROBES where fewer than one in four is useful, or few are missing, and grows otherwise."""
+"""Rows that a request may fetch in a layer for each that was useful of late. So what it gets
+dwindles to PROBES where fewer than one in four is useful, or few are missing, and grows otherwise.
+"""
 
 PROBES = 8
 """Rows that it may fetch in any case, to see whether things have changed."""

@@ -62,7 +62,6 @@ class ListedArguments(Arguments):
         ("prefetch", PrefetchArguments),
         ("contexts", Contexts),
         *((name, ctypes.c_void_p) for name in ("lists", "epoch", "kth")),
-        ("host_bytes", ctypes.c_uint64),
         ("num_lists", ctypes.c_uint32),
         ("pad", ctypes.c_uint32),
     )
@@ -100,16 +99,15 @@ def listed_arguments(
     contexts: Contexts,
     lists: CandidateLists,
     kth_scores: Tensor,
-    host_bytes: int,
 ) -> ListedArguments:
     """What `fetch_listed` takes."""
     return ListedArguments(
         prefetch, contexts, pointer(lists.entries), pointer(lists.epoch), pointer(kth_scores),
-        host_bytes, lists.entries.shape[1], 0,
+        lists.entries.shape[1], 0,
     )  # fmt: skip
 
 
 def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:
-    """Fetch what is listed until all is, or the k-th scores are known; one block for each that scores."""
+    """Fetch what is listed until all is, or the k-th scores are known; a block for each that scores."""
     blocks, device = lists.entries.shape[0], lists.entries.device
     MODULE.launch("fetch_listed", arguments, device, blocks=blocks)

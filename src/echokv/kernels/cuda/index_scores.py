@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
-from echokv.kernels.cuda.fetch_listed import THREADS as FETCHING_THREADS
 from echokv.kernels.cuda.fetch_listed import (
     LISTS,
     Contexts,
@@ -21,6 +20,7 @@ from echokv.kernels.cuda.fetch_listed import (
     listed_arguments,
     prefetch_arguments,
 )
+from echokv.kernels.cuda.fetch_listed import THREADS as FETCHING_THREADS
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.cuda.recall import moves_16_bytes
 from echokv.kernels.fused_layer import FusedLayer
@@ -215,8 +215,7 @@ def index_scores_prefetch(
     )
     contexts = Contexts(pointer(context_lens), rows, out.shape[1])
     with fork():
-        how = listed_arguments(prefetch, contexts, lists, kth_scores, layer.host_rows.nbytes)
-        fetch_listed(how, lists)
+        fetch_listed(listed_arguments(prefetch, contexts, lists, kth_scores), lists)
     listing = ListingArguments(
         pointer(request_slots), pointer(thresholds), pointer(lists.entries), pointer(lists.epoch),
         FETCHING_THREADS // LISTS, 0,

@@ -36,7 +36,6 @@ constexpr u32 LIST = LIST_ENTRIES;  // of a scoring warp
 constexpr i32 END = -3;  // instead of a host slot: nothing will follow
 constexpr u32 UNKNOWN = 0x7fc0dead;  // a k-th score that isn't there yet; no score is this NaN
 constexpr u64 PATIENCE = 1000000;    // nanoseconds
-constexpr u64 HOST_PAGE = 2u << 20;  // bytes
 #ifndef LISTED_THREADS
 #define LISTED_THREADS 128
 #endif
@@ -224,20 +223,9 @@ struct ListedArguments {
   const Listed* lists;  // [blocks, lists, LIST]
   const u32* epoch;     // [1]
   const i32* kth;       // [rows], bits of the true k-th scores; UNKNOWN until they are known
-  u64 host_bytes;       // of the layer's host rows
   u32 num_lists;        // of a scoring block; divides the threads of one that fetches
   u32 pad;
 };
-
-// Read a word of every page of host memory that rows may come from. Measured: rows from more than
-// about 300 MB come at half of PCIe's rate unless something has read from their pages some
-// microseconds before.
-DEVICE void touch_pages(const ListedArguments& a, u32 thread) {
-  const u64 step = u64(grid_size()) * HOST_PAGE;
-  for (u64 at = (u64(thread) * grid_size() + block_index()) * HOST_PAGE; at < a.host_bytes;
-       at += step * LISTED_THREADS)
-    load_row_words(a.prefetch.layer.host_rows + at);
-}
 
 // Whether a row's selection isn't known yet.
 DEVICE bool is_open(const ListedArguments& a, u32 row) {
@@ -278,9 +266,6 @@ DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i3
 DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
   const u32 lane = thread % WARP, epoch = *a.epoch;
   const Listed* list = a.lists + u64(block_index() * a.num_lists + thread % a.num_lists) * LIST;
-#ifndef NO_TOUCH
-  touch_pages(a, thread);
-#endif
   const i32 floor = *a.prefetch.layer.floor;
   Fetched fetched = {0, 0};
   const u32 step = LISTED_THREADS / a.num_lists;
