@@ -28,6 +28,10 @@ PROBES = 8
 NO_LIMIT = 1 << 30
 """The limit of a request that nothing is known about."""
 
+FUSED_HEAD_DIM, FUSED_HEADS = 128, (32, 64)
+"""Dimensions of a key, and heads of a query, for which rows can move while scores are made: the
+CUDA kernels' of fp8 keys."""
+
 BUDGET_UNIT = 1 << 16
 """Tokens of context that a budget's `rows_per_unit` is for."""
 

@@ -24,6 +24,8 @@ from echokv.kernels.cuda.fetch_listed import THREADS as FETCHING_THREADS
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.cuda.recall import moves_16_bytes
 from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.prefetch_args import FUSED_HEAD_DIM as HEAD_DIM
+from echokv.kernels.prefetch_args import FUSED_HEADS as HEADS
 from echokv.kernels.prefetch_args import CandidateLists, Candidates
 from echokv.kernels.reference.index_scores import check_scores_args, score_width
 from echokv.kernels.triton import index_scores as portable
@@ -38,8 +40,6 @@ KERNELS = (
     "prefetching_64",
 )
 
-HEADS = (32, 64)
-HEAD_DIM = 128
 
 _WARPS = 20
 _STAGES, _QUERY_STAGES, _PAGE_BYTES = 8, 5, 64 * (HEAD_DIM + 4)

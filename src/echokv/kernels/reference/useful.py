@@ -13,7 +13,7 @@ def count_useful(
     priority: Tensor,
     totals: Tensor,
 ) -> None:
-    """Add to a layer's total the resident rows among its host_slots with priorities above the floor.
+    """Add to a layer's total the resident rows among its host_slots of priority above the floor.
 
     Prefetched rows enter at the floor, and `make_resident` raises what it is asked for above it.
 
