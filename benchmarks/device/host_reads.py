@@ -5,8 +5,9 @@
 A bare gather, one warp a row, in graphs of eight launches of other random rows each, after the L2
 cache was overwritten: by kind of memory (what `HostPool` does; the same in pages of 4 KiB;
 cudaHostAlloc; the driver's own memory on the host), by launch, by the stretch of memory that rows
-come from, and over several layers' stretches in turn, in random or ascending order. HBM stands
-beside them for what the kernel itself costs.
+come from, and over several layers' stretches in turn, in random or ascending order; and after one
+word of each 2 MiB was read, hidden behind other work. HBM stands beside them for what the kernel
+itself costs.
 """
 
 import argparse
@@ -51,6 +52,24 @@ extern "C" __global__ __launch_bounds__(1024) void gather(
                      "r"(row[i].x), "r"(row[i].y), "r"(row[i].z), "r"(row[i].w) : "memory");
   }
 }
+
+extern "C" __global__ void touch(const char* host, long long span, long long step, int* out) {
+  int sum = 0;
+  for (long long at = (blockIdx.x * blockDim.x + threadIdx.x) * step; at < span;
+       at += (long long)gridDim.x * blockDim.x * step) {
+    int word;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(host + at));
+    sum += word;
+  }
+  if (sum == 0x7fffffff) *out = 1;
+}
+extern "C" __global__ void read_hbm(const int4* data, long long count, int* out) {
+  int sum = 0;
+  for (long long at = blockIdx.x * blockDim.x + threadIdx.x; at < count;
+       at += (long long)gridDim.x * blockDim.x)
+    sum += data[at].x ^ data[at].w;
+  if (sum == 0x7fffffff) *out = 1;
+}
 """
 
 
@@ -62,8 +81,8 @@ def ok(result: Any) -> Any:
     return values[0] if values else None
 
 
-def load_gather() -> Any:
-    """The kernel, compiled."""
+def load_kernels(*names: str) -> list[Any]:
+    """The kernels, compiled."""
     from cuda.bindings import driver, nvrtc
 
     program = ok(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"gather.cu", 0, [], []))
@@ -71,7 +90,8 @@ def load_gather() -> Any:
     ok(nvrtc.nvrtcCompileProgram(program, len(options), options))
     cubin = b" " * ok(nvrtc.nvrtcGetCUBINSize(program))
     ok(nvrtc.nvrtcGetCUBIN(program, cubin))
-    return ok(driver.cuModuleGetFunction(ok(driver.cuModuleLoadData(cubin)), b"gather"))
+    module = ok(driver.cuModuleLoadData(cubin))
+    return [ok(driver.cuModuleGetFunction(module, name.encode())) for name in names]
 
 
 class Bench:
@@ -79,11 +99,14 @@ class Bench:
 
     def __init__(self) -> None:
         torch.zeros(1, device="cuda")
-        self.kernel = load_gather()
+        self.gather, self.touch, self.read_hbm = load_kernels("gather", "touch", "read_hbm")
         self.slots = 200_000
         self.pool = torch.empty(self.slots * 1152, dtype=torch.uint8, device="cuda")
         self.flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+        self.work = torch.randint(0, 255, (160 * MIB,), dtype=torch.uint8, device="cuda")
+        self.unused = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.results: list[dict[str, Any]] = []
+        self.touched: list[dict[str, Any]] = []
 
     def note(
         self,
@@ -113,15 +136,7 @@ class Bench:
             layers: stretches that launches take turns in.
             ascending: in the order of addresses, not at random.
         """
-        starts = torch.randint(
-            0, span // row_bytes - run, (LAUNCHES, -(-rows // run)), device="cuda"
-        )
-        sources = (starts[:, :, None] + torch.arange(run, device="cuda")).flatten(1)[:, :rows]
-        if ascending:
-            sources = sources.sort(dim=1).values
-        sources = sources.to(torch.int32).contiguous()
-        order = torch.rand(LAUNCHES, self.slots, device="cuda").argsort(dim=1)
-        targets = order[:, :rows].to(torch.int32).contiguous()
+        sources, targets = self._draw(span, rows, row_bytes, run, ascending)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for index in range(LAUNCHES):
@@ -135,19 +150,75 @@ class Bench:
         })  # fmt: skip
         return taken
 
+    def note_touched(self, base: int, span: int, rows: int, layers: int) -> tuple[float, ...]:
+        """Microseconds a gather takes behind a read of HBM: as it is, and with pages touched.
+
+        One word of each 2 MiB that rows may come from is read beside the read of HBM, on another
+        stream. Layers lie LAYER_BYTES apart, and rows come from the first `span` bytes of each.
+        """
+        sources, targets = self._draw(span, rows, 656, 1, False)
+        side, main = torch.cuda.Stream(), torch.cuda.current_stream
+
+        def replay(touch: bool, gather: bool) -> float:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for index in range(LAUNCHES):
+                    here = base + index % layers * LAYER_BYTES
+                    if touch:
+                        side.wait_stream(main())
+                        with torch.cuda.stream(side):
+                            values = (ctypes.c_longlong(span), ctypes.c_longlong(2 * MIB))
+                            self._call(self.touch, 18, 32, here, *values, self.unused)
+                    count = ctypes.c_longlong(self.work.numel() // 16)
+                    self._call(self.read_hbm, 128, 512, self.work, count, self.unused)
+                    if touch:
+                        main().wait_stream(side)
+                    if gather:
+                        self._launch(here, sources[index], targets[index], 656, 132, 512)
+            return self._time(graph)
+
+        alone = replay(False, False)
+        taken = (replay(False, True) - alone, replay(True, True) - alone)
+        self.touched.append({
+            "span": span, "rows": rows, "layers": layers, "us": taken[0], "touched_us": taken[1],
+        })  # fmt: skip
+        return taken
+
+    def _draw(
+        self, span: int, rows: int, row_bytes: int, run: int, ascending: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows to read and where to put them, [LAUNCHES, rows] int32 each."""
+        starts = torch.randint(
+            0, span // row_bytes - run, (LAUNCHES, -(-rows // run)), device="cuda"
+        )
+        sources = (starts[:, :, None] + torch.arange(run, device="cuda")).flatten(1)[:, :rows]
+        if ascending:
+            sources = sources.sort(dim=1).values
+        order = torch.rand(LAUNCHES, self.slots, device="cuda").argsort(dim=1)
+        targets = order[:, :rows].to(torch.int32).contiguous()
+        return sources.to(torch.int32).contiguous(), targets
+
     def _launch(
         self, base: int, sources: torch.Tensor, targets: torch.Tensor, row_bytes: int, blocks: int,
         threads: int,
     ) -> None:  # fmt: skip
+        numbers = [ctypes.c_int(number) for number in (sources.shape[0], row_bytes)]
+        self._call(self.gather, blocks, threads, base, self.pool, sources, targets, *numbers)
+
+    def _call(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
+        """Launch; tensors and addresses are pointers, other arguments are ctypes' already."""
         from cuda.bindings import driver
 
-        pointers = (base, self.pool.data_ptr(), sources.data_ptr(), targets.data_ptr())
-        values = [ctypes.c_void_p(pointer) for pointer in pointers]
-        numbers = [ctypes.c_int(number) for number in (sources.shape[0], row_bytes)]
-        arguments = (ctypes.c_void_p * 6)(*(ctypes.addressof(one) for one in [*values, *numbers]))
+        values = [
+            ctypes.c_void_p(one.data_ptr() if isinstance(one, torch.Tensor) else one)
+            if isinstance(one, torch.Tensor | int)
+            else one
+            for one in arguments
+        ]
+        packed = (ctypes.c_void_p * len(values))(*(ctypes.addressof(one) for one in values))
         stream = torch.cuda.current_stream().cuda_stream
-        ok(driver.cuLaunchKernel(self.kernel, blocks, 1, 1, threads, 1, 1, 0, stream,
-                                 ctypes.addressof(arguments), 0))  # fmt: skip
+        ok(driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream,
+                                 ctypes.addressof(packed), 0))  # fmt: skip
 
     def _time(self, graph: torch.cuda.CUDAGraph) -> float:
         times = []
@@ -237,6 +308,16 @@ def by_layers(bench: Bench, kind: str, base: int, span: int) -> None:
                       *(f"{one:.1f}" for one in taken), "us", flush=True)  # fmt: skip
 
 
+def by_touch(bench: Bench, kind: str, base: int, span: int) -> None:
+    """Layers in turn, all of their rows or those of 426K tokens, with pages touched ahead."""
+    layers = span // LAYER_BYTES
+    for stretch in (LAYER_BYTES, 426_000 * 656):
+        for rows in (533, 2665, 16_384):
+            cold, touched = bench.note_touched(base, stretch, rows, layers)
+            print(f"{kind}, {layers} layers in turn, {rows} rows of {stretch / 1e9:.2f} GB each:",
+                  f"{cold:.1f} us, pages touched {touched:.1f}", flush=True)  # fmt: skip
+
+
 def by_span(bench: Bench, kind: str, base: int, span: int) -> None:
     """Rows from more and more memory, and in runs."""
     for mib in (64, 1024, 1536, 2048, 4096):
@@ -270,7 +351,11 @@ def main() -> int:
     parser.add_argument("--only-layers", action="store_true", help="layers of a host pool alone")
     options = parser.parse_args()
     bench, span, kept = Bench(), int(options.gib * GIB) // (2 * MIB) * 2 * MIB, []
-    report = {"environment": environment() | {"commit": options.commit}, "gathers": bench.results}
+    report = {
+        "environment": environment() | {"commit": options.commit},
+        "gathers": bench.results,
+        "touched": bench.touched,
+    }
     for make in KINDS[: 1 if options.only_layers else None]:
         start = time.perf_counter()
         base, memory = make(span)
@@ -278,10 +363,11 @@ def main() -> int:
         print(f"-- {make.__name__}: {options.gib} GiB in {time.perf_counter() - start:.2f} s")
         if make is host_pool:
             by_layers(bench, make.__name__, base, span)
+            by_touch(bench, make.__name__, base, span)
         if not options.only_layers:
             by_span(bench, make.__name__, base, span)
             by_launch(bench, make.__name__, base)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        options.out.write_text(json.dumps(report) + "\n")
     return 0
 
 

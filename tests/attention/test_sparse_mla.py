@@ -1,7 +1,6 @@
 """Sparse attention over a cache: in pieces or at once, against dense softmax in float64."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -233,41 +232,6 @@ def test_a_pass_that_does_not_fit_makes_each_piece_a_step() -> None:
     assert world.cache.most_rows == len(world.picked[4:].unique()) - 1  # one is -1
 
 
-@pytest.mark.parametrize("pool", [2 * TOPK, 33, 57, 62])
-def test_recalling_ahead_changes_no_bit(pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_mla, "LEAST_TOKENS_AHEAD", 1)
-    world = World(pool, 7, 25, ahead=True)
-    for layer in range(LAYERS):
-        assert torch.equal(world.attend(layer), World(None, 7, 25).attend(layer))
-    manager = world.cache.cache
-    assert isinstance(manager, CacheManager)
-    manager.check()
-
-
-def test_a_piece_finds_what_was_recalled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_mla, "LEAST_TOKENS_AHEAD", 1)
-    world = World(6 * TOPK - 1, 7, ahead=True)
-    manager = world.cache.cache
-    assert isinstance(manager, CacheManager)
-    asked: list[tuple[str, int]] = []
-    make_resident = world.cache.make_resident
-
-    def counting(*args: Any, **kwargs: Any) -> DeviceSlots:
-        before = manager.counters()[0].recalled
-        slots = make_resident(*args, **kwargs)
-        asked.append(("recalled", manager.counters()[0].recalled - before))
-        return slots
-
-    monkeypatch.setattr(world.cache, "make_resident", counting)
-    world.attend(0)
-    step = ("step", 0)
-    assert world.cache.calls[1:] == [
-        *(step, ("resident", 4), ("ahead", 3)),
-        *(step, ("resident", 3)),
-    ]
-    assert asked[0][1] > 0 and [count for _, count in asked[1:]] == [0]
-
-
 @pytest.mark.parametrize("pool", [7 * (TOPK + 1), 256])
 def test_a_decode_step_recalls_beside_its_query(pool: int) -> None:
     world = World(pool, 7)
@@ -290,14 +254,6 @@ def test_nothing_is_recalled_beside_where_it_would_not_do(pool: int | None, deco
     world.attention.begin_recall(0, world.selection, world.batch)
     assert torch.equal(world.attend(0), World(None, 7).attend(0))
     assert "ahead" not in {name for name, _ in world.cache.calls}
-
-
-def test_small_pieces_are_not_halved() -> None:
-    pool = 2 * sparse_mla.LEAST_TOKENS_AHEAD * TOPK
-    for slots, calls in ((pool, 2), (pool - 1, 1)):
-        world = World(slots, 20, ahead=True)
-        world.attend(0)
-        assert len({name for name, _ in world.cache.calls}) == calls + 1
 
 
 def test_new_rows_are_kept_as_far_as_the_pool_goes() -> None:

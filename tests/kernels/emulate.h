@@ -312,6 +312,7 @@ DEVICE Words load_whole(const void* from) {
   return load_words(from);
 }
 DEVICE Words load_row_words(const void* from) { return load_words(from); }
+DEVICE void touch_word(const void* from) { (void)*static_cast<const volatile u32*>(from); }
 DEVICE void store_row_words(void* to, Words words) { store_words(to, words); }
 DEVICE u32 float_bits(float value) {
   u32 bits;

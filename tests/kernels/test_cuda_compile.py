@@ -46,6 +46,14 @@ def test_as_many_blocks_are_resident_as_wait_for_each_other(module: ModuleType, 
     assert registers * module.MODULE.threads * recall.BLOCKS_PER_SM <= 65536
 
 
+def test_a_touch_is_not_compiled_away() -> None:
+    """Nothing uses what it reads, which ptxas takes as leave to drop a load."""
+    cubin, _ = build.compile_cubin("touch")
+    load = 0x981  # LDG; the low twelve bits of an instruction of sixteen bytes
+    aligned = range(0, len(cubin) - 15, 16)
+    assert load in {int.from_bytes(cubin[at : at + 2], "little") & 0xFFF for at in aligned}
+
+
 def test_fetch_listed_fits_an_sm_beside_those_that_score_and_select() -> None:
     """Else what it is to run beside would wait for it, and it for the candidates.
 

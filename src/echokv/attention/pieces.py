@@ -7,7 +7,9 @@ case would. Counting them waits for the device, once a layer: prefill can, decod
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -36,20 +38,20 @@ def plan_pieces(host_slots: Tensor, capacity: int) -> list[Piece]:
     step = capacity // topk
     if num_rows <= step:
         return [Piece(slice(0, num_rows), min(capacity, num_rows * topk))]
-    fresh = fresh_rows(host_slots, step).tolist()
+    fresh = fresh_rows(host_slots, step)
     pieces: list[Piece] = []
     first, distinct = 0, 0
-    for block, from_start in enumerate(fresh):
-        more = from_start[first]
+    for block in range(len(fresh)):
+        more = int(fresh[block, first])
         if distinct + more > capacity:
             pieces.append(Piece(slice(first * step, block * step), distinct))
-            first, distinct, more = block, 0, from_start[block]
+            first, distinct, more = block, 0, int(fresh[block, block])
         distinct += more
     pieces.append(Piece(slice(first * step, num_rows), distinct))
     return pieces
 
 
-def fresh_rows(host_slots: Tensor, step: int) -> Tensor:
+def fresh_rows(host_slots: Tensor, step: int) -> NDArray[np.int32]:
     """How many rows each block of `step` rows selects that no block since some other one has.
 
     Args:
@@ -57,7 +59,7 @@ def fresh_rows(host_slots: Tensor, step: int) -> Tensor:
         step: rows of a block.
 
     Returns:
-        [B, B] int64 on the CPU, B = ceil(T / step). Entry [b, a], a <= b: distinct host slots of
+        [B, B], B = ceil(T / step). Entry [b, a], a <= b: distinct host slots of
         block b that none of the blocks a to b - 1 selects; others have no meaning.
     """
     num_rows, _ = host_slots.shape
@@ -76,4 +78,4 @@ def fresh_rows(host_slots: Tensor, step: int) -> Tensor:
     nowhere = blocks * (blocks + 1)
     cells = torch.where(new & (pairs >= 0), pairs % blocks * (blocks + 1) + since, nowhere)
     counts = cells.bincount(minlength=nowhere + 1)[:nowhere].view(blocks, blocks + 1)
-    return counts.cumsum(1)[:, :blocks].cpu()
+    return counts.cumsum(1, dtype=torch.int32)[:, :blocks].cpu().numpy()

@@ -18,9 +18,6 @@ from echokv.kernels.protocol import Kernels
 from echokv.memory.formats import RowFormat
 from echokv.memory.slots import DeviceSlots, HostSlots
 
-LEAST_TOKENS_AHEAD = 8
-"""Tokens of a piece below which recalling ahead, which halves pieces, costs more than it hides."""
-
 LEAST_SELECTED = 10_000
 """Rows that a decode step selects in a layer, from which on it may recall so many (a thousand and
 more) that having their addresses translated beforehand pays."""
@@ -36,7 +33,6 @@ class SparseAttention:
     A pass that fits (`fits_at_once`) is one cache step: new and selected rows stay resident until
     the next pass. Otherwise it attends in pieces (`plan_pieces`), each a cache step of its own;
     new rows are then kept as far as the pool goes and recalled from host where they had to leave.
-    With `rows_ahead`, a piece's rows are recalled while the piece before it attends.
 
     The rows of a decode step can be recalled beside what its query still needs
     (`begin_recall`): copying over PCIe and reading weights don't slow each other.
@@ -51,8 +47,7 @@ class SparseAttention:
         scale: softmax scale, YaRN's mscale squared included.
         topk: entries of a selection.
         rows_ahead: where rows are prefetched, how many a token of a pass may bring; None: nothing
-            is. With it rows are recalled ahead too, where pieces are worth it
-            (`LEAST_TOKENS_AHEAD`).
+            is.
 
     Raises:
         CapacityError: a device pool of fewer than topk slots, too small for a single token.
@@ -79,7 +74,6 @@ class SparseAttention:
         self._scale = scale
         self._topk = topk
         self._rows_ahead = rows_ahead
-        self._ahead = rows_ahead is not None and cache.capacity // topk >= 2 * LEAST_TOKENS_AHEAD
         self._recalled: DeviceSlots | None = None
 
     def begin_pass(self, batch: ForwardBatch) -> None:
@@ -162,18 +156,12 @@ class SparseAttention:
                 return self._attend_piece(layer, query, selection, batch, whole)
             pieces = [whole]
         else:
-            together = 2 if self._ahead else 1
-            chosen = selection.host_slots[:real]
-            pieces = plan_pieces(chosen, self._cache.capacity // together)
+            pieces = plan_pieces(selection.host_slots[:real], self._cache.capacity)
         output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
-        for piece, after in zip(pieces, [*pieces[1:], None], strict=True):
-            following = after if self._ahead else None
+        for piece in pieces:
             if piece is not whole:
-                most = piece.distinct + (following.distinct if following else 0)
-                self._cache.begin_step(layer, most_rows=most)
-            output[piece.rows] = self._attend_piece(
-                layer, query, selection, batch, piece, following
-            )
+                self._cache.begin_step(layer, most_rows=piece.distinct)
+            output[piece.rows] = self._attend_piece(layer, query, selection, batch, piece)
         return output
 
     def _attend_piece(
@@ -183,9 +171,7 @@ class SparseAttention:
         selection: Selection,
         batch: ForwardBatch,
         piece: Piece,
-        following: Piece | None = None,
     ) -> Tensor:
-        """Attention of a piece; what `following` selects is recalled meanwhile."""
         rows = piece.rows
         device_slots, self._recalled = self._recalled, None
         if device_slots is None:
@@ -194,10 +180,6 @@ class SparseAttention:
             )
         else:
             self._cache.wait()
-        if following is not None:
-            self._cache.recall_ahead(
-                layer, *_of_rows(selection, following.rows), max_distinct=following.distinct
-            )
         args = (query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale)
         library = self._kernels.library_mla
         if library is None:

@@ -116,7 +116,8 @@ class Prefetcher:
     def recalls_blocks(self, batch: ForwardBatch) -> bool:
         """Whether a prefill pass is selected in blocks, each recalled beside the next.
 
-        Where the pass doesn't fit the pool at once, `SparseAttention` recalls ahead instead.
+        Only where the pass fits the pool at once: elsewhere a piece's rows would have to fit it
+        beside those of the next, and pieces of half the length cost more than that hides.
         """
         tokens, rows = batch.num_real_tokens, batch.num_context_rows
         fits = fits_at_once(tokens, self._topk, rows, self._cache.capacity)

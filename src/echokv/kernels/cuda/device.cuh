@@ -136,6 +136,11 @@ DEVICE Words load_row_words(const void* from) {
                : "l"(from));
   return words;
 }
+// A read for its own sake. Of other loads ptxas drops those whose result nobody uses.
+DEVICE void touch_word(const void* from) {
+  u32 word;
+  asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word) : "l"(from));
+}
 DEVICE void store_row_words(void* to, Words words) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y),
                "r"(words.z), "r"(words.w)

@@ -13,5 +13,5 @@ struct TouchArguments {
 KERNEL(32, 16) void touch_pages(ARGUMENTS TouchArguments a) {
   const u64 at = u64(block_index() * THREADS + thread_index()) * a.page_bytes;
   const u64 last = a.bytes / 16 * 16 - 16;
-  if (at < last + a.page_bytes) load_row_words(a.from + (at < last ? at : last));
+  if (at < last + a.page_bytes) touch_word(a.from + (at < last ? at : last));
 }
