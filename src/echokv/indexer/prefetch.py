@@ -1,8 +1,9 @@
-"""Intra-query prefetch (ECHO paper, section 5.1): rows move while the top-k is being found.
+"""Intra-query prefetch (ECHO paper, section 5.1): rows move before they are selected.
 
-Once a decode step's scores are there, rows that beat the predicted k-th score and aren't resident
-are fetched on a side stream. The exact top-k then decides what is attended, and `make_resident`
-fetches what is still missing: a wrong prediction costs time, never a token.
+In a decode step, rows that beat the predicted k-th score and aren't resident are fetched on a side
+stream, while scores are made where the backend can, and while the top-k is found. The exact top-k
+then decides what is attended, and `make_resident` fetches what is still missing: a wrong prediction
+costs time, never a token.
 
 Inter-query prefetch, in prefill: once a block of queries has its exact top-k, its rows are recalled
 on the side stream while the next block is scored. docs/prefetch.md has both protocols.
@@ -89,7 +90,7 @@ class Prefetcher:
         self._index_layers = index_layers
         self._topk = topk
         self._most = 0  # columns of this pass's candidates; 0: it has none
-        self._found: Candidates | None = None  # in the layer whose scores are being used
+        self._found: Candidates | None = None  # op by op, in the layer whose scores are being used
         self._pass: _Pass | None = None
         self._fused = None if kernels.scheduled_scores is not None else kernels.fused_prefetch
         device = predictions.thresholds.device
@@ -183,7 +184,6 @@ class Prefetcher:
         here = self._pass or self._begin_fused(batch)
         assert self._lists is not None and batch.request_slots is not None
         rows = batch.num_tokens
-        self._found = here.found.rows(index_layer * rows, (index_layer + 1) * rows)
         return fused.index_scores_prefetch(
             query,
             weights,
@@ -198,7 +198,7 @@ class Prefetcher:
             self.predictions.limits[index_layer],
             target,
             self._lists,
-            self._found,
+            here.found.rows(index_layer * rows, (index_layer + 1) * rows),
             here.kth_scores[index_layer],
             lambda: self._cache.side.fork(catches_up=False),
             rows_per_unit=self._budget.rows_per_unit,
@@ -291,7 +291,7 @@ class Prefetcher:
             batch: the pass.
         """
         found, self._found = self._found, None
-        if found is None or self._pass is not None:
+        if found is None:  # `score` puts it off to the end of the step
             return
         real, slots = batch.num_real_tokens, batch.request_slots
         assert slots is not None
