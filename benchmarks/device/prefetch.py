@@ -433,7 +433,9 @@ def main() -> int:
     parser.add_argument("--contexts", nargs="+", type=int, help="instead of all")
     parser.add_argument("--repeats", type=int, help="replays of each variant")
     parser.add_argument("--layers", type=int, help="of a graph")
-    parser.add_argument("--row-formats", nargs="+", help="instead of all")
+    parser.add_argument(
+        "--row-formats", nargs="+", help="instead of both; others than the first at one shape only"
+    )
     parser.add_argument("--code-commit", help="commit of the code, where git isn't")
     args = parser.parse_args()
     sizes = SMALL if args.small else REAL
@@ -454,23 +456,30 @@ def main() -> int:
     for row_format in sizes.row_formats:
         for backend in backends:
             world = World(sizes, backend, row_format, device)
-            for batch in sizes.batches:
-                for context in sizes.contexts:
-                    case = Case(world, batch, context)
-                    shape = {"backend": backend, "row_bytes": world.fmt.row_bytes, "batch": batch,
-                             "context": context}  # fmt: skip
-                    report["parts"].append(shape | {"us": parts(case)})
-                    print(json.dumps(report["parts"][-1]), flush=True)
-                    for one in measure(case, sizes.hits):
-                        report["segments"].append(one)
-                        print(line(one), flush=True)
-                    args.output.write_text(json.dumps(report, indent=1))
+            for batch, context in shapes_of(sizes, row_format):
+                case = Case(world, batch, context)
+                shape = {"backend": backend, "row_bytes": world.fmt.row_bytes, "batch": batch,
+                         "context": context}  # fmt: skip
+                report["parts"].append(shape | {"us": parts(case)})
+                print(json.dumps(report["parts"][-1]), flush=True)
+                for one in measure(case, sizes.hits):
+                    report["segments"].append(one)
+                    print(line(one), flush=True)
+                args.output.write_text(json.dumps(report, indent=1))
             if device.type == "cuda":
                 torch.cuda.synchronize()
             world.host.close()
             del world, case
     print(f"written: {args.output}")
     return 0
+
+
+def shapes_of(sizes: Sizes, row_format: str) -> list[tuple[int, int]]:
+    """Batches and contexts, the largest first; of another row format than the first only that."""
+    shapes = sorted(
+        ((batch, context) for batch in sizes.batches for context in sizes.contexts), reverse=True
+    )
+    return shapes if row_format == sizes.row_formats[0] else shapes[:1]
 
 
 def line(one: dict[str, Any]) -> str:
