@@ -89,7 +89,7 @@ DEVICE void store_to_block(u32* to, u32 value) {
   asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 DEVICE void warp_sync() { __syncwarp(); }
-DEVICE void pause() { __nanosleep(64); }
+DEVICE void pause() { __nanosleep(256); }
 
 // Sixteen bytes that a block of another kernel may be reading: seen as a whole or not at all.
 DEVICE void store_whole(void* to, Words words) {

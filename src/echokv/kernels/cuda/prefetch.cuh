@@ -265,18 +265,19 @@ DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i3
 // A thread of a block that fetches what the scoring block of the same number lists.
 DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
   const u32 lane = thread % WARP, epoch = *a.epoch;
-  const Listed* list = a.lists + u64(block_index() * a.num_lists + thread % a.num_lists) * LIST;
+  // Neighbours read neighbouring entries of one list.
+  const u32 readers = LISTED_THREADS / a.num_lists;
+  const Listed* list = a.lists + u64(block_index() * a.num_lists + thread / readers) * LIST;
   const i32 floor = *a.prefetch.layer.floor;
   Fetched fetched = {0, 0};
-  const u32 step = LISTED_THREADS / a.num_lists;
-  u32 place = thread / a.num_lists;
+  u32 place = thread % readers;
   bool over = false;
   for (u64 since = nanoseconds();;) {
     Words entry = {0, 0, 0, epoch + 1};
     if (!over) entry = load_whole(list + place);
     const bool seen = entry.w == epoch;
     const bool found = seen && i32(entry.x) != END;
-    if (seen) place += step;
+    if (seen) place += readers;
     over = over || seen != found || place >= LIST;
     if (__any_sync(ALL_LANES, found)) {
       const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};

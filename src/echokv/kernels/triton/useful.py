@@ -1,4 +1,4 @@
-"""How many prefetched rows the selection wanted: one program a layer, off the critical path."""
+"""How many prefetched rows the selection wanted."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,8 @@ from torch import Tensor
 
 from echokv.kernels.prefetch_args import check_useful_args
 
-_BLOCK = 2048
-_WARPS = 8
+_BLOCK = 1024
+_WARPS = 4
 
 
 @triton.jit
@@ -23,21 +23,19 @@ def _count_useful(
     g_slots,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    """One program for some entries of a row."""
+    row = tl.program_id(1).to(tl.int64)
     layer = tl.load(layers + row).to(tl.int64)
     protected = tl.load(floor)
-    useful = tl.zeros([BLOCK], tl.int32)
-    start = 0
-    while start < entries:
-        index = start + tl.arange(0, BLOCK)
-        slot = tl.load(host_slots + row * entries + index, mask=index < entries, other=-1)
-        place = layer * h_slots + slot.to(tl.int64)
-        where = tl.load(host_to_device + place, mask=slot >= 0, other=-1)
-        place = layer * g_slots + where.to(tl.int64)
-        level = tl.load(priority + place, mask=where >= 0, other=-1)
-        useful += ((where >= 0) & (level > protected)).to(tl.int32)
-        start += BLOCK
-    tl.store(totals + layer, tl.load(totals + layer) + tl.sum(useful).to(tl.int64))
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(host_slots + row * entries + index, mask=index < entries, other=-1)
+    place = layer * h_slots + slot.to(tl.int64)
+    where = tl.load(host_to_device + place, mask=slot >= 0, other=-1)
+    place = layer * g_slots + where.to(tl.int64)
+    level = tl.load(priority + place, mask=where >= 0, other=-1)
+    useful = tl.sum(((where >= 0) & (level > protected)).to(tl.int32))
+    if useful > 0:
+        tl.atomic_add(totals + layer, useful.to(tl.int64), sem="relaxed")
 
 
 def count_useful(
@@ -51,7 +49,9 @@ def count_useful(
     """Add the rows among host_slots whose priority is above the floor; see `reference`."""
     check_useful_args(host_slots, layers, floor, host_to_device, priority, totals)
     rows, entries = host_slots.shape
-    _count_useful[(rows,)](
+    if rows == 0 or entries == 0:
+        return
+    _count_useful[(triton.cdiv(entries, _BLOCK), rows)](
         host_slots, layers, floor, host_to_device, priority, totals, entries,
         host_to_device.shape[1], priority.shape[1], BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
