@@ -14,6 +14,11 @@ _DTYPES = ("float32", "bfloat16")
 _FP8_CAPABILITY = (8, 9)
 _FP8_BLOCK = (128, 128)
 
+PREFETCH_PAYS = False
+"""Whether --prefetch auto means on where rows can move while scores are made. The segment of
+indexer, top-k and recall gains there (docs/prefetch.md); a decode step of five layers, whose recall
+is hidden beside the query's products anyway, took 1.014 times as long with recorded predictions."""
+
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """The same config with device, backend, dtypes and max_model_len decided.
@@ -34,7 +39,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         kv_cache_dtype=kv_cache_dtype,
         index_key_dtype=index_key_dtype,
         prefetch=_prefetch(
-            config, moves_rows_while_scoring(config, model, backend, index_key_dtype)
+            config,
+            PREFETCH_PAYS and moves_rows_while_scoring(config, model, backend, index_key_dtype),
         ),
         max_model_len=_max_model_len(config, model),
     )
@@ -105,7 +111,7 @@ def _index_key_dtype(config: EngineConfig, kv_cache_dtype: str, dtype: str) -> s
 def moves_rows_while_scoring(
     config: EngineConfig, model: ModelConfig, backend: str, index_key_dtype: str
 ) -> bool:
-    """Whether rows can move while scores are made, which is where prefetch was measured to pay.
+    """Whether rows can move while scores are made, which is where prefetch may pay.
 
     Op by op, as elsewhere, it costs more launches than it hides (docs/prefetch.md).
 
