@@ -47,7 +47,7 @@ def fill(value: float) -> Callable[[Predictions], None]:
 
 
 def scatter(predictions: Predictions) -> None:
-    """Another mixture in every step, hysteresis included."""
+    """Another mixture in every step, limits included."""
     shape = predictions.thresholds.shape
     values = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -1e30, 0.02, 0.2])
     chosen = values[torch.randint(len(values), shape, generator=RANDOM)]

@@ -33,10 +33,6 @@ QUERY_BLOCK = 256
 LEAST_ROWS = 16
 """Budget of a request whose context is short."""
 
-LEAST_SCORED = 0
-"""Tokens that a pass must score, at most requests x the bound on their contexts, for prefetch to be
-worth its launches; known before a graph is captured."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchBudget:
@@ -106,8 +102,6 @@ class Prefetcher:
         if not batch.is_decode:
             return 0
         tokens, capacity = batch.num_real_tokens, self._cache.capacity
-        if tokens * batch.max_context_len < LEAST_SCORED:
-            return 0
         # Whatever is fetched belongs to the contexts: where all of those fit, everything does.
         taken = 0 if batch.num_context_rows <= capacity else tokens * (self._topk + 1)
         most = min((capacity - taken) // tokens, batch.max_context_len)

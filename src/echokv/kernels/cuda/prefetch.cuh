@@ -41,12 +41,10 @@ constexpr u64 PATIENCE = 1000000;    // nanoseconds
 #endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
 constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
-#ifndef CLAIMS_AT_ONCE
-#define CLAIMS_AT_ONCE 2
-#endif
 // Rows that a warp claims before it looks again whether it should. What is claimed must land before
-// anything else moves: few, but enough to keep PCIe busy while claims wait for memory.
-constexpr u32 CLAIMED_AT_ONCE = CLAIMS_AT_ONCE;
+// anything else moves: few, but enough to keep PCIe busy while claims wait for memory. Measured at
+// 13 x 98,304 tokens, hit rate 0.9: 1, 2 and 4 take 110, 106 and 115 us for the whole segment.
+constexpr u32 CLAIMS_AT_ONCE = 2;
 
 // An entry of a scoring block's list.
 struct alignas(16) Listed {
@@ -243,7 +241,7 @@ DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i3
   for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
     u32 now = 0;
 #pragma unroll
-    for (u32 i = 0; i < CLAIMED_AT_ONCE; i++) {
+    for (u32 i = 0; i < CLAIMS_AT_ONCE; i++) {
       now |= left & -left;
       left &= left - 1;
     }
