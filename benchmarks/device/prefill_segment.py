@@ -97,6 +97,14 @@ class PrefillCase(decode.Case):
         world.manager.begin_step()
         return missing
 
+    def _split(
+        self, slots: Tensor, share: float, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """A random share of some host slots, and the rest."""
+        order = torch.randperm(slots.shape[0], generator=generator, device=slots.device)
+        count = round(share * slots.shape[0])
+        return slots[order[:count]], slots[order[count:]]
+
     def run_fused(self, *, late: bool) -> list[tuple[Selection, Tensor]]:
         """The same with rows fetched while the scores are made; selection as the indexer's."""
         world, batch, results = self.world, self.batch, []

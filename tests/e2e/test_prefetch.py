@@ -39,19 +39,19 @@ HUGE = PrefetchBudget(rows_per_unit=2**20, least=2**20)
 def fill(value: float) -> Callable[[Predictions], None]:
     def overwrite(predictions: Predictions) -> None:
         predictions.thresholds.fill_(value)
-        predictions.enabled.fill_(1)
+        predictions.limits.fill_(2**30)
 
     return overwrite
 
 
 def scatter(predictions: Predictions) -> None:
-    """Another mixture in every step, hysteresis included."""
+    """Another mixture in every step, limits included."""
     shape = predictions.thresholds.shape
     values = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -1e30, 0.02, 0.2])
     chosen = values[torch.randint(len(values), shape, generator=RANDOM)]
     predictions.thresholds.copy_(chosen)
-    predictions.usefulness.copy_(torch.rand(shape, generator=RANDOM))
-    predictions.enabled.copy_(torch.randint(2, shape, generator=RANDOM))
+    predictions.useful.copy_(torch.rand(shape, generator=RANDOM) * 40)
+    predictions.limits.copy_(torch.randint(-9, 99, shape, generator=RANDOM))
 
 
 HOSTILE: dict[str, Callable[[Predictions], None]] = {

@@ -9,7 +9,7 @@ from echokv.errors import KernelUnavailable
 from echokv.kernels.cuda import (
     append,
     build,
-    fetch_ahead,
+    fetch_listed,
     index_scores,
     prefill_prefetch,
     prefill_scores,
@@ -28,7 +28,7 @@ SOURCES = {
     "victims": victims,
     "index_scores": index_scores,
     "prefill_scores": prefill_scores,
-    "fetch_ahead": fetch_ahead,
+    "fetch_listed": fetch_listed,
 }
 
 
@@ -59,13 +59,19 @@ def test_a_touch_is_not_compiled_away() -> None:
     assert load in {int.from_bytes(cubin[at : at + 2], "little") & 0xFFF for at in aligned}
 
 
-def test_fetch_ahead_fits_an_sm_beside_topk() -> None:
-    """Else the top-k would wait for copies that it is to run beside."""
-    registers = 0
-    for module in (topk, fetch_ahead):
-        (kernel,) = build.compile_cubin(module.MODULE.name)[1]
-        registers += -(-kernel.registers // 8) * 8 * module.MODULE.threads
-    assert registers <= 65536
+def test_fetch_listed_fits_an_sm_beside_those_that_score_and_select() -> None:
+    """Else what it is to run beside would wait for it, and it for the candidates.
+
+    Registers are a quarter of an SM's each, given to whole warps in units of eight a thread, and a
+    block's warps are dealt out evenly.
+    """
+    used = {}
+    for module in (topk, fetch_listed, index_scores):
+        for kernel in build.compile_cubin(module.MODULE.name)[1]:
+            warps = -(-module.MODULE.threads // 32 // 4)
+            used[kernel.name] = warps * 32 * (-(-kernel.registers // 8) * 8)
+    for beside in ("prefetching_32", "prefetching_64", "quantise_query", "topk"):
+        assert used["fetch_listed"] + used[beside] <= 65536 // 4
 
 
 def test_index_scores_fit_the_shared_memory_of_a_block() -> None:

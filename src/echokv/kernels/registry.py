@@ -108,7 +108,7 @@ def load_kernels(
     }
     fused, ahead = (
         importlib.import_module(f"echokv.kernels.cuda.{module}") if chosen == "cuda" else None
-        for module in ("fused", "fetch_ahead")
+        for module in ("fused", "prefetch")
     )
     tile = REFERENCE_TOKEN_TILE if chosen == "reference" else None
     logger.info("kernels: %s on %s (asked for: %s)", chosen, device, backend)
@@ -175,7 +175,7 @@ def _load_cuda(device: torch.device) -> None:
     from echokv.kernels.cuda.launch import require_hopper
 
     require_hopper(device)
-    fused = ("append", "victims", "touch", "fetch_ahead", "prefill_scores")
+    fused = ("append", "victims", "touch", "fetch_listed", "prefill_scores")
     for name in (*(OPS[op] for op in CUDA_OPS), *fused):
         module = importlib.import_module(f"echokv.kernels.cuda.{name}")
         module.MODULE.load(device, module.KERNELS)

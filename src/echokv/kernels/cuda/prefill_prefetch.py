@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
-from echokv.kernels.cuda.index_scores import (
-    HEAD_DIM,
-    HEADS,
-    PrefetchArguments,
-    quantise_query,
-    takes,
-)
+from echokv.kernels.cuda.fetch_listed import PrefetchArguments
+from echokv.kernels.cuda.index_scores import HEAD_DIM, HEADS, quantise_query, takes
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.cuda.prefill_scores import MODULE, PrefillArguments
 from echokv.kernels.cuda.recall import layer_of, moves_16_bytes
