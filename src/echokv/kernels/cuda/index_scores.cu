@@ -5,11 +5,8 @@
 // of 8,448 bytes into a ring in shared memory; another sends for the queries of the rows that the
 // pages belong to; four warpgroups take the pages in turn, a page at a time: keys to registers,
 // which frees the stage, wgmma against the query, then relu, weights and the sum over heads.
-//
-// Keys lie in a page as rows of 128 bytes. A thread reads sixteen bytes of a row at a time, so it
-// holds other bytes of the row than wgmma's layout says; as the sum over a row's bytes has no
-// order, the query's bytes are put in the same order instead.
 #include "hopper.cuh"
+#include "keys.cuh"
 #include "prefetch.cuh"
 #include "schedule.cuh"
 
@@ -17,19 +14,12 @@ constexpr u32 THREADS = 640;
 constexpr u32 GROUPS = 4;  // warpgroups that multiply; the fifth's warps bring data
 constexpr u32 GROUP_WARPS = 4;
 constexpr u32 SCORING_WARPS = GROUPS * GROUP_WARPS;
-constexpr u32 DIM = 128;  // bytes of a key
-constexpr u32 PAGE_BYTES = PAGE_TOKENS * (DIM + 4);
 // Pages in flight, a multiple of GROUPS: 67 KB an SM. Measured: half as many starve the groups, twice
 // as many make every page wait behind more of the others and cost a microsecond or two a launch.
 constexpr u32 STAGES = 8;
 // A row's query may be sent for while the groups are at the five runs before it: more than there
 // are groups, or short rows would wait for each other in a circle.
 constexpr u32 QUERY_STAGES = 5;
-constexpr u32 MAX_HEADS = 64;
-constexpr u32 MINUS_INFINITY = 0xff800000u;
-
-// A query as it lies in memory: its bytes, then the weight of each head.
-DEVICE constexpr u32 image_bytes(u32 heads) { return heads * (DIM + 4); }
 
 // Which page a stage holds.
 struct alignas(16) PageNote {
@@ -288,22 +278,6 @@ DEVICE void multiply(float (&dots)[32], const u32 (&keys)[16], const u64 (&query
 }
 DEVICE void multiply(float (&dots)[16], const u32 (&keys)[16], const u64 (&query)[4]) {
   multiply_32(dots, keys, query);
-}
-
-// This thread's part of two keys: the bytes of the rows' halves, as `quantise_query` expects them.
-// Two rows next to each other are read in one go, so they read opposite halves first: no two
-// threads then want the same bank.
-DEVICE void load_keys(u32 (&keys)[16], const u8* page, u32 key, u32 lane) {
-  const u32 odd = key % 2, column = lane % 4 * 16;
-#pragma unroll
-  for (u32 i = 0; i < 2; i++) {  // rows key and key + 8
-    const u8* row = page + (key + 8 * i) * DIM + column;
-    const Words one = load_words(row + odd * 64), other = load_words(row + (odd ^ 1) * 64);
-    const Words left = odd ? other : one, right = odd ? one : other;
-    // Product j takes words 2 j and 2 j + 1 of each row.
-    keys[i] = left.x, keys[2 + i] = left.y, keys[4 + i] = left.z, keys[6 + i] = left.w;
-    keys[8 + i] = right.x, keys[10 + i] = right.y, keys[12 + i] = right.z, keys[14 + i] = right.w;
-  }
 }
 
 // Sum over the four lanes that share a key.

@@ -11,6 +11,7 @@
 // The scoring warps also count their scores' bins; one warp adds them up over the grid, and two
 // fetch what a finished wave wants.
 #include "hopper.cuh"
+#include "keys.cuh"
 #include "prefill_prefetch.cuh"
 
 constexpr u32 THREADS = 512;
@@ -18,18 +19,11 @@ constexpr u32 GROUPS = 3;  // warpgroups that multiply; the fourth's warps do al
 constexpr u32 GROUP_WARPS = 4;
 constexpr u32 SCORING_WARPS = GROUPS * GROUP_WARPS;
 constexpr u32 FETCHING_WARPS = 2;
-constexpr u32 DIM = 128;  // bytes of a key
-constexpr u32 PAGE_BYTES = PAGE_TOKENS * (DIM + 4);
 constexpr u32 STAGES = 4;  // units in flight
 constexpr u32 QUERY_STAGES = 2;
-constexpr u32 MAX_HEADS = 64;
-constexpr u32 MINUS_INFINITY = 0xff800000u;
 // Registers of a thread in a warpgroup that multiplies, and in the other.
 DEVICE constexpr u32 scoring_registers(bool prefetch) { return prefetch ? 136 : 160; }
 DEVICE constexpr u32 other_registers(bool prefetch) { return prefetch ? 104 : 32; }
-
-// A query as quantise_query leaves it: its bytes, then the weight of each head.
-DEVICE constexpr u32 image_bytes(u32 heads) { return heads * (DIM + 4); }
 
 // What a stage holds.
 struct alignas(16) Note {
@@ -162,19 +156,6 @@ DEVICE void fill_rest(const PrefillArguments& a, u32 warp, u32 warps, u32 lane) 
     float* out = a.out + u64(row) * width;
     for (u32 at = covered_tokens(a.rows, row, lane) + lane * 4; at < width; at += WARP * 4)
       store_words(out + at, {MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY});
-  }
-}
-
-// This thread's part of two keys of a page; see index_scores.cu.
-DEVICE void load_keys(u32 (&keys)[16], const u8* page, u32 key, u32 lane) {
-  const u32 odd = key % 2, column = lane % 4 * 16;
-#pragma unroll
-  for (u32 i = 0; i < 2; i++) {  // rows key and key + 8
-    const u8* row = page + (key + 8 * i) * DIM + column;
-    const Words one = load_words(row + odd * 64), other = load_words(row + (odd ^ 1) * 64);
-    const Words left = odd ? other : one, right = odd ? one : other;
-    keys[i] = left.x, keys[2 + i] = left.y, keys[4 + i] = left.z, keys[6 + i] = left.w;
-    keys[8 + i] = right.x, keys[10 + i] = right.y, keys[12 + i] = right.z, keys[14 + i] = right.w;
   }
 }
 
