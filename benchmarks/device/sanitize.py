@@ -6,11 +6,12 @@
 
 (cuda-bindings asks the driver for functions that it may not have, which memcheck would report.)
 
-Every kernel of `kernels/cuda/{recall,append,victims,topk}.cu` runs over the cases that differ
-in code: rows of 16-byte words and others, tiles that wait in device_slots, lists that last and
-lists made anew, clusters of one and of eight, parts of a row in registers, in shared memory and
-read again. Results are compared with the plain Python model, so that what the tools watched was
-right.
+Every kernel of `kernels/cuda/{recall,append,victims,topk,index_scores,fetch_listed}.cu` runs
+over the cases that differ in code: rows of 16-byte words and others, tiles that wait in
+device_slots, lists that last and lists made anew, clusters of one and of eight, parts of a row in
+registers, in shared memory and read again, 32 and 64 heads. The tools run one kernel at a time, so
+what the scores list is fetched after them here. Results are compared with the plain Python model,
+so that what the tools watched was right.
 """
 
 import argparse
@@ -20,7 +21,9 @@ import time
 
 import torch
 from tests.kernels.cache_model import layer_in_use
+from tests.kernels.prefetch_model import make_case
 from tests.kernels.resident_model import LayerUnderTest, selection
+from tests.kernels.test_cuda_prefetch import OnGpu
 
 from echokv.kernels.cuda import fused, recall, topk
 
@@ -69,6 +72,17 @@ def check_topk(rows: int, width: int, k: int, *, zeros: bool = False) -> None:
         assert torch.equal(positions[row, : len(want)].cpu(), want), (rows, width, k, row)
 
 
+def check_prefetch(row_bytes: int, heads: int) -> None:
+    """Scores that list candidates, and then those that fetch them, twice over one layer."""
+    rng = random.Random(heads)
+    under_test = LayerUnderTest(layer_in_use(rng, 900, 64 * 60, 0.8, 4096), CUDA, row_bytes)
+    on_gpu = OnGpu(make_case(rng, under_test, [900, 0, 700, 64, 1], 3), heads, late=True)
+    on_gpu.case.limits[on_gpu.case.request_slots[3]] = 0
+    on_gpu.set_thresholds(0.2)
+    assert on_gpu.prefetch(60, 0, 60)
+    on_gpu.prefetch(20, 65536 // 100, 2)
+
+
 def main() -> int:
     """Run everything; an assertion or the sanitizer says what is wrong."""
     parser = argparse.ArgumentParser(description="Kernels to be run under compute-sanitizer.")
@@ -87,6 +101,9 @@ def main() -> int:
         check_topk(*shape)
         check_topk(*shape, zeros=True)
         print(f"topk {shape}: {time.perf_counter() - start:.1f} s", flush=True)
+    for row_bytes, heads in ((656, 64), (1152, 32)):
+        check_prefetch(row_bytes, heads)
+        print(f"prefetch, {heads} heads: {time.perf_counter() - start:.1f} s", flush=True)
     torch.cuda.synchronize()
     print("all as the models say")
     return 0

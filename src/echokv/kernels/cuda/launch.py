@@ -16,6 +16,9 @@ CAPABILITY = (9, 0)
 MAX_SHARED_BYTES = 227 * 1024
 """What one thread block can have on Hopper."""
 
+CARVEOUT = 100
+"""Percent of an SM's memory that is shared memory, as far as it goes; the rest is L1."""
+
 
 class Arguments(ctypes.Structure):
     """A kernel's one argument: its fields are laid out as the struct of the same name in C++."""
@@ -52,12 +55,13 @@ class CudaModule:
                 error, function = driver.cuModuleGetFunction(module, kernel.encode())
                 _require(error, f"finding {kernel} in {self.name}.cu")
                 attribute = driver.CUfunction_attribute
-                (error,) = driver.cuFuncSetAttribute(
-                    function,
-                    attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    MAX_SHARED_BYTES,
-                )
-                _require(error, f"giving {kernel} {MAX_SHARED_BYTES} B of shared memory")
+                most = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                # An SM that divides its memory anew must be idle first, and kernels that run beside
+                # each other never let it be: so all divide it alike.
+                for name, value in ((most, MAX_SHARED_BYTES), (carveout, CARVEOUT)):
+                    (error,) = driver.cuFuncSetAttribute(function, name, value)
+                    _require(error, f"giving {kernel} {MAX_SHARED_BYTES} B of shared memory")
                 self._functions[index, kernel] = function
 
     def launch(
