@@ -302,8 +302,8 @@ def victim_times(bench: Bench) -> list[dict[str, Any]]:
 class DecodeStep:
     """The cache's part of a decode step over some layers, beside products like a model's.
 
-    A layer writes its new rows, works for some 50 us (scores, top-k), makes its selection resident,
-    works for as long again (what the query still needs), and then reads the rows.
+    A layer writes its new rows, reads 151 MB (for scores and top-k), makes its selection resident,
+    reads 75 MB (for what the query still needs), and then the rows would be read.
     """
 
     def __init__(self, bench: Bench, state: CacheState, batch: int, misses: int, span: int) -> None:
@@ -315,41 +315,51 @@ class DecodeStep:
         ]
         self.new = state.shuffled(HOST_SLOTS)[:batch].clone()
         self.rows = torch.zeros((batch, 656), dtype=torch.uint8, device=DEVICE)
-        self.left = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
-        self.right = torch.randn(4096, 1024, device=DEVICE, dtype=torch.bfloat16)
-        self.runs: dict[str, Run] = {
-            "none": lambda: self._run(None),
-            "beside": lambda: self._run(True),
-            "touched": lambda: self._run(True, touch=True),
-            "inline": lambda: self._run(False),
-        }
+        half = torch.bfloat16
+        self.hidden = torch.randn(batch, 1536, device=DEVICE, dtype=half)
+        self.weights = [torch.randn(1536, 24_576, device=DEVICE, dtype=half) for _ in range(3)]
+        here, beside = False, True
+        ways: dict[str, tuple[bool | None, bool | None]] = {
+            "begin alone": (None, None), "append in line": (here, None),
+            "append beside": (beside, None), "recall in line": (None, here),
+            "recall beside": (None, beside), "inline": (here, here), "beside": (beside, beside),
+            "append in line, recall beside": (here, beside),
+            "append beside, recall in line": (beside, here),
+        }  # fmt: skip
+        self.runs: dict[str, Run] = {"none": self._work}
+        for name, (append, recall) in ways.items():
+            self.runs[name] = partial(self._run, append, recall)
+        self.runs["touched"] = partial(self._run, beside, beside, touch=True)
 
     def prepare(self, at: int) -> None:
         """Another selection, and other new rows."""
         self.recall.load(self.selections[at % len(self.selections)])
         self.new.copy_(self.state.shuffled(HOST_SLOTS)[: self.batch])
 
-    def _run(self, beside: bool | None, *, touch: bool = False) -> None:
-        """One step: beside the products, in line with them, or (None) the products alone."""
-        manager, recall = self.state.manager, self.recall
-        if beside is not None:
-            manager.begin_step(most_rows=self.batch * (TOPK + 1))
+    def _work(self) -> None:
+        for _ in range(LAYERS):
+            for weight in self.weights:
+                torch.mm(self.hidden, weight)
+
+    def _run(self, append: bool | None, recall: bool | None, *, touch: bool = False) -> None:
+        """One step; each part beside the products (True), in line with them, or (None) left out."""
+        manager, scores = self.state.manager, self.recall.scores
+        manager.begin_step(most_rows=self.batch * (TOPK + 1))
         for layer in range(LAYERS):
-            if beside is not None:
-                manager.append(layer, self.new, self.rows, keep=self.batch, beside=beside)
+            if append is not None:
+                manager.append(layer, self.new, self.rows, keep=self.batch, beside=append)
             if touch:
                 manager.expect_recall(layer)
-            torch.mm(self.left, self.right)
-            wanted = recall.wanted[layer]
-            if beside:
-                manager.recall_ahead(layer, wanted, recall.scores)
-            elif beside is not None:
-                manager.make_resident(layer, wanted, recall.scores)
-            torch.mm(self.left, self.right)
-            if beside:
-                manager.wait()
-        if beside is not None:
-            manager.end_step()
+            for weight in self.weights[:2]:
+                torch.mm(self.hidden, weight)
+            wanted = self.recall.wanted[layer]
+            if recall:
+                manager.recall_ahead(layer, wanted, scores)
+            elif recall is not None:
+                manager.make_resident(layer, wanted, scores)
+            torch.mm(self.hidden, self.weights[2])
+            manager.wait()
+        manager.end_step()
 
 
 def step_times(bench: Bench, host: HostPool) -> list[dict[str, Any]]:

@@ -266,6 +266,7 @@ def test_new_rows_are_kept_as_far_as_the_pool_goes() -> None:
 
 
 def test_a_decode_step_that_may_recall_much_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_mla, "TOUCH_AHEAD", True)
     for least, decode, context, calls in (
         (7 * TOPK, True, HOST_SLOTS, 1),
         (7 * TOPK + 1, True, HOST_SLOTS, 0),

@@ -91,8 +91,12 @@ void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments
 }
 void run_make_resident(u32 blocks, u32 shared, u32 seed,
                        const recall::ResidentArguments* arguments) {
-  emulated::launch(blocks, 1, RECALL_THREADS, 1, shared, seed,
-                   [=] { recall::make_resident(*arguments); });
+  emulated::launch(blocks, 1, RECALL_THREADS, 1, shared, seed, [=] {
+    if (blocks == u32(arguments->tiles))
+      recall::make_resident(*arguments);
+    else
+      recall::make_many_resident(*arguments);
+  });
 }
 void run_append_rows(u32 blocks, u32 shared, u32 seed, const append::AppendArguments* arguments) {
   emulated::launch(blocks, 1, RECALL_THREADS, 1, shared, seed,

@@ -39,7 +39,14 @@ def test_kernels_compile_without_spills(name: str) -> None:
     assert all(kernel.registers * threads <= 65536 for kernel in usage)
 
 
-@pytest.mark.parametrize("module, name", [(recall, "make_resident"), (append, "append_rows")])
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        (recall, "make_resident"),
+        (recall, "make_many_resident"),
+        (append, "append_rows"),
+    ],
+)
 def test_as_many_blocks_are_resident_as_wait_for_each_other(module: ModuleType, name: str) -> None:
     _, usage = build.compile_cubin(module.MODULE.name)
     registers = next(kernel.registers for kernel in usage if kernel.name == name)

@@ -18,9 +18,14 @@ from echokv.kernels.protocol import Kernels
 from echokv.memory.formats import RowFormat
 from echokv.memory.slots import DeviceSlots, HostSlots
 
+TOUCH_AHEAD = False
+"""Whether a decode step that may recall many rows has the pages of a layer's host rows touched
+while it scores. That helped where the same rows were read again and again; rows that are new in
+every step, as a model's are, came no faster (`touched` in cache_ops.json)."""
+
 LEAST_SELECTED = 10_000
-"""Rows that a decode step selects in a layer, from which on it may recall so many (a thousand and
-more) that having their addresses translated beforehand pays."""
+"""Rows that a decode step selects in a layer, from which on it may recall many: a thousand and
+more."""
 
 RECALL_BESIDE = True
 """Whether a decode step's rows are recalled beside the products that its query still needs; False
@@ -106,7 +111,7 @@ class SparseAttention:
             # A prefetch that takes rows in needs to know which are there.
             beside=self._rows_ahead is None,
         )
-        if batch.is_decode and self._may_recall_many(batch):
+        if TOUCH_AHEAD and batch.is_decode and self._may_recall_many(batch):
             self._cache.expect_recall(layer)
 
     def recalls_beside(self, batch: ForwardBatch) -> bool:
