@@ -164,7 +164,6 @@ class Case:
         manager, results = self.world.manager, []
         indexer.begin_pass(self.batch)
         for layer in range(self.world.sizes.layers):
-            manager.expect_recall(layer)
             selection = indexer.select(layer, self.query[layer], self.weights[layer], self.batch)
             slots = manager.make_resident(layer, selection.host_slots, selection.scores)
             results.append((selection, slots))
