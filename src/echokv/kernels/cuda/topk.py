@@ -55,7 +55,7 @@ def topk(
     """The k best of each row of scores [T, W]: [T, k] int32 positions and [T] k-th scores.
 
     kth_scores, [T] float32, is where those go; None: somewhere new. A row's is written as soon as
-    it is known, before its positions.
+    it is known, before its positions, for whoever fetches rows beside.
     """
     check_topk_args(scores, context_lens, k)
     rows, width = scores.shape
@@ -78,8 +78,9 @@ def topk(
         width, k, chunk, cached, listed, samples,
     )  # fmt: skip
     MODULE.launch(
-        "topk", arguments, device, blocks=rows * cluster, shared_bytes=shared_bytes, cluster=cluster
-    )
+        "topk", arguments, device, blocks=rows * cluster, shared_bytes=shared_bytes,
+        cluster=cluster, beside=kth_scores is not None,
+    )  # fmt: skip
     return positions, kth
 
 
