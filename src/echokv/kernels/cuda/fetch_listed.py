@@ -6,7 +6,6 @@ both take is here: argument structures and the lists.
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
@@ -58,15 +57,6 @@ class ListedArguments(Arguments):
     )
 
 
-def candidate_lists(device: torch.device) -> CandidateLists:
-    """Empty ones, for as many scoring blocks as there are SMs."""
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    return CandidateLists(
-        entries=torch.zeros((blocks, LISTS, LIST_ENTRIES, 4), dtype=torch.int32, device=device),
-        epoch=torch.zeros(1, dtype=torch.int32, device=device),
-    )
-
-
 def prefetch_arguments(
     layer: FusedLayer,
     request_slots: Tensor,
@@ -101,4 +91,4 @@ def listed_arguments(
 def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:
     """Fetch what is listed until all is, or k-th scores are known; a block for each that scores."""
     blocks, device = lists.entries.shape[0], lists.entries.device
-    MODULE.launch("fetch_listed", arguments, device, blocks=blocks)
+    MODULE.launch("fetch_listed", arguments, device, blocks=blocks, beside=True)

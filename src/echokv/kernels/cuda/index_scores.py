@@ -258,7 +258,10 @@ def quantise_query(
         arguments.counts, arguments.host_slots = pointer(found.counts), pointer(found.host_slots)
         arguments.scores, arguments.kth = pointer(found.scores), pointer(kth_scores)
         arguments.epoch = pointer(lists.epoch)
-    MODULE.launch("quantise_query", arguments, query.device, blocks=-(-rows * heads // _WARPS))
+    MODULE.launch(
+        "quantise_query", arguments, query.device, blocks=-(-rows * heads // _WARPS),
+        beside=begin is not None,
+    )  # fmt: skip
     return images
 
 
@@ -294,4 +297,7 @@ def score_images(
         arguments = PrefetchingArguments(arguments, listing)
         kernel, shared_bytes = f"prefetching_{heads}", PREFETCHING_SHARED_BYTES
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    MODULE.launch(kernel, arguments, device, blocks=sms, shared_bytes=shared_bytes, early=True)
+    MODULE.launch(
+        kernel, arguments, device, blocks=sms, shared_bytes=shared_bytes, early=True,
+        beside=listing is not None,
+    )  # fmt: skip

@@ -58,7 +58,7 @@ def topk(
     """The k best of each row of scores [T, W]: [T, k] int32 positions and [T] k-th scores.
 
     kth_scores, [T] float32, is where those go; None: somewhere new. A row's is written as soon as
-    it is known, before its positions.
+    it is known, before its positions, for whoever fetches rows beside.
     """
     check_topk_args(scores, context_lens, k)
     rows, width = scores.shape
@@ -71,7 +71,8 @@ def topk(
     if rows == 0:
         return positions, kth
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    large = width >= _LONG_ROW and rows <= _large_clusters(device)
+    beside = kth_scores is not None  # where clusters of 16 blocks might find no place
+    large = not beside and width >= _LONG_ROW and rows <= _large_clusters(device)
     cluster = cluster_size(rows, width, sms, MAX_CLUSTER if large else PORTABLE_CLUSTER)
     chunk, cached, shared_bytes = part_of_row(width, cluster)
     listed, bytes_of_lists = list_of_row(width, chunk, k) if BY_LISTS else (0, 0)
@@ -82,7 +83,7 @@ def topk(
     )  # fmt: skip
     MODULE.launch(
         "topk", arguments, device, blocks=rows * cluster, cluster=cluster,
-        shared_bytes=shared_bytes, early=True,
+        shared_bytes=shared_bytes, early=not beside, beside=beside,
     )  # fmt: skip
     return positions, kth
 
