@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import host_reads  # benchmarks/device/host_reads.py
 import torch
 
-import host_reads  # benchmarks/device/host_reads.py
 from echokv.bench.report import environment
 
 ROWS = (64, 512, 2665, 16_384)

@@ -216,7 +216,10 @@ class Bench:
     def _call(
         self, kernel: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0
     ) -> None:
-        """Launch, with bytes of shared memory; tensors and addresses are pointers, other arguments are ctypes' already."""
+        """Launch, with bytes of shared memory.
+
+        Tensors and addresses are pointers, other arguments are ctypes' already.
+        """
         from cuda.bindings import driver
 
         values = [
