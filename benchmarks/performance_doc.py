@@ -30,6 +30,7 @@ WRITERS = {
     "index_scores": "index_scores.py",
     "library_kernels": "library_kernels.py",
     "host_reads": "host_reads.py",
+    "host_copies": "host_copies.py",
     "engine-step-h200": "engine_step.py",
     "cache-h200": "cache.py",
     "kernels-h200": "kernels.py",
@@ -261,6 +262,21 @@ def host_reads() -> str:
     return table(("656 B rows from", *(f"{rows:,} rows" for rows in counts)), lines)
 
 
+def copies() -> str:
+    """By which instruction rows come."""
+    rows = load("host_copies").get("copies", [])
+    lines = [
+        (
+            row["row_bytes"],
+            f"{row['rows']:,}",
+            *(row["us"][how] for how in ("plain loads", "cp.async")),
+        )
+        for row in rows
+    ]
+    header = ("bytes a row", "rows", "plain loads", "cp.async")
+    return table(header, lines) if lines else "Not measured."
+
+
 def kinds() -> str:
     """By the kind of host memory."""
     names = {
@@ -314,6 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "draw": draw,
     "host reads": host_reads,
     "host memory": kinds,
+    "host copies": copies,
     "pinning": pinning,
     "goals": goals,
 }

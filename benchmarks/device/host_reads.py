@@ -82,11 +82,11 @@ def ok(result: Any) -> Any:
     return values[0] if values else None
 
 
-def load_kernels(*names: str) -> list[Any]:
+def load_kernels(*names: str, source: str = SOURCE) -> list[Any]:
     """The kernels, compiled."""
     from cuda.bindings import driver, nvrtc
 
-    program = ok(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"gather.cu", 0, [], []))
+    program = ok(nvrtc.nvrtcCreateProgram(source.encode(), b"gather.cu", 0, [], []))
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
     ok(nvrtc.nvrtcCompileProgram(program, len(options), options))
     cubin = b" " * ok(nvrtc.nvrtcGetCUBINSize(program))
@@ -213,8 +213,13 @@ class Bench:
         numbers = [ctypes.c_int(number) for number in (sources.shape[0], row_bytes)]
         self._call(self.gather, blocks, threads, base, self.pool, sources, targets, *numbers)
 
-    def _call(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
-        """Launch; tensors and addresses are pointers, other arguments are ctypes' already."""
+    def _call(
+        self, kernel: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0
+    ) -> None:
+        """Launch, with bytes of shared memory.
+
+        Tensors and addresses are pointers, other arguments are ctypes' already.
+        """
         from cuda.bindings import driver
 
         values = [
@@ -225,7 +230,7 @@ class Bench:
         ]
         packed = (ctypes.c_void_p * len(values))(*(ctypes.addressof(one) for one in values))
         stream = torch.cuda.current_stream().cuda_stream
-        ok(driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream,
+        ok(driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream,
                                  ctypes.addressof(packed), 0))  # fmt: skip
 
     def _time(
