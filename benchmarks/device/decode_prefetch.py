@@ -110,8 +110,8 @@ class PlantedEngine(DecodeEngine):
         self.selector = PlantedSelector(indexer, heads, self.hit_rate, self.context)
         return self.selector
 
-    def _fill(self) -> None:
-        super()._fill()
+    def _fill(self, *, rows: bool = True) -> None:
+        super()._fill(rows=rows)
         assert isinstance(self.selector, PlantedSelector)
         generator = torch.Generator(self.loaded.device).manual_seed(1)
         pages = self.selector.exact.pages
