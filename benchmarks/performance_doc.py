@@ -10,6 +10,7 @@ there are.
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ WRITERS = {
     "cache_ops": "cache_ops.py",
     "cuda_cache": "cuda_cache.py",
     "index_scores": "index_scores.py",
+    "prefill_parts": "prefill_parts.py",
+    "prefill": "prefill.py",
     "library_kernels": "library_kernels.py",
     "host_reads": "host_reads.py",
     "host_copies": "host_copies.py",
@@ -36,6 +39,16 @@ WRITERS = {
     "kernels-h200": "kernels.py",
 }
 """The script in benchmarks/device that writes each result of this page."""
+PREFILL_SCORES = {
+    "tiled": "CUDA",
+    "tiled, query quantised": "CUDA, scores alone",
+    "cuda, query quantised": "row by row, scores alone",
+    "deep_gemm, contiguous": "DeepGEMM, contiguous keys",
+    "gathered, deep_gemm, contiguous": "same, and the gathering",
+    "deep_gemm, paged": "DeepGEMM, paged",
+    "triton": "Triton",
+}
+"""Variants of prefill_parts.json; DeepGEMM's are scores alone."""
 SPANS = {"64 MiB": 2**26, "1 GiB": 2**30, "1.5 GiB": 3 * 2**29, "2 GiB": 2**31, "4 GiB": 2**32}
 TOPK = 2048
 FAR = 4_722_786_304  # four layers of 1.8M rows
@@ -163,6 +176,50 @@ def scores() -> str:
               "CUDA, scores alone", "DeepGEMM, scores alone", "CUDA to DeepGEMM",
               "CUDA, TB/s")  # fmt: skip
     return table(header, lines)
+
+
+def prefill_scores() -> str:
+    """Index scores of a prefill, microseconds and TFLOP/s."""
+    lines = []
+    for row in load("prefill_parts")["shapes"]:
+        cells = [
+            f"{row['us'][name]:,.0f} ({row['tflops'][name]:,.0f})" if name in row["us"] else None
+            for name in PREFILL_SCORES
+        ]
+        shape = f"{row['queries']:,} x {row['context']:,}"
+        lines.append((shape, *cells, f"{row['us']['topk']:,.0f}"))
+    return table(("queries x context", *PREFILL_SCORES.values(), "top-k"), lines)
+
+
+def prefill() -> str:
+    """A long prompt, offloaded and resident."""
+    report = load("prefill")
+    chunk, pool = report["scale"]["chunk"], report["scale"]["device_pool"]
+    whole = report["scale"]["prompt"] // chunk
+    lines = []
+    for name, row in report["variants"].items():
+        within, past = (
+            statistics.median(row["chunk_ms"][part])
+            for part in (slice(1, pool // chunk), slice(pool // chunk + 1, whole))
+        )
+        lines.append((
+            name, f"{row['first_token_s']:.2f}", f"{row['prompt_tokens_per_s']:,.0f}",
+            f"{within:.1f}", f"{past:.1f}", f"{sum(row['recalled_rows_by_layer']):,}",
+        ))  # fmt: skip
+    header = ("", "first token, s", "tokens/s", f"a chunk up to {pool:,} tokens, ms",
+              "past them, ms", "rows recalled")  # fmt: skip
+    return table(header, lines)
+
+
+def prefill_cached() -> str:
+    """A chunk that ends a cached prompt, whose rows are in the device pool or not."""
+    cold = load("prefill")["cold_prefix"]
+    lines = [
+        (words, f"{statistics.median(cold['ms'][name]):.1f}",
+         f"{statistics.median(cold['rows_recalled'][name]):,.0f}")
+        for name, words in (("warm", "in the device pool"), ("cold", "in host memory alone"))
+    ]  # fmt: skip
+    return table((f"{cold['context']:,} tokens cached", "chunk, ms", "rows recalled"), lines)
 
 
 def library(op: str) -> list[Row]:
@@ -323,6 +380,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": step,
     "topk": topk,
     "scores": scores,
+    "prefill scores": prefill_scores,
+    "prefill": prefill,
+    "prefill cached": prefill_cached,
     "sparse mla": sparse_mla,
     "products": products,
     "experts": experts,

@@ -83,16 +83,16 @@ def time_shape(queries: int, context: int, device: torch.device) -> dict[str, An
     """One shape, checked, then timed."""
     case = make_case(queries, context, device)
     ours = case.run(cuda.index_scores)
-    gaps = {"cuda": ours}
+    gaps = {"tiled": ours}
     images = cuda.quantise_query(case.query, case.weights)
     out = torch.empty(queries, score_width(context), device=device)
     arguments = (images, HEADS, case.pages[0], case.tables, case.rows, case.lens, out)
     cuda.score_images(*arguments)
     same = torch.equal(out, ours)
     scores: dict[str, Callable[[], object]] = {
-        "cuda": lambda: case.run(cuda.index_scores),
-        "cuda, query quantised": lambda: tiled.score_images(*arguments),
-        "cuda, row by row": lambda: cuda.score_images(*arguments),
+        "tiled": lambda: case.run(cuda.index_scores),
+        "tiled, query quantised": lambda: tiled.score_images(*arguments),
+        "cuda, query quantised": lambda: cuda.score_images(*arguments),
     }
     if decode.HAS_DEEP_GEMM:
         theirs = Contiguous(case)
@@ -117,7 +117,7 @@ def time_shape(queries: int, context: int, device: torch.device) -> dict[str, An
             gap = float((found[row, :length] - exact).abs().max() / exact.abs().max())
             wrong[name] = max(wrong.get(name, 0.0), gap)
     print(f"{queries} x {context}: {same=}, largest error over largest score {wrong}", flush=True)
-    if wrong["cuda"] > 1e-3 or not same:
+    if wrong["tiled"] > 1e-3 or not same:
         sys.exit("wrong scores: nothing is timed")
     times = decode.interleaved(scores, 1)
     others: dict[str, Callable[[], object]] = {
