@@ -30,6 +30,7 @@ WRITERS = {
     "index_scores": "index_scores.py",
     "library_kernels": "library_kernels.py",
     "host_reads": "host_reads.py",
+    "host_copies": "host_copies.py",
     "engine-step-h200": "engine_step.py",
     "cache-h200": "cache.py",
     "kernels-h200": "kernels.py",
@@ -95,18 +96,18 @@ def step() -> str:
     """What the cache adds to a step."""
     rows = load("cache_ops").get("step_us", [])
     cases = {(row["batch"], row["recalled_rows"], row["gib"]): None for row in rows}
-    ways = list(dict.fromkeys(row["way"] for row in rows))
+    names = {
+        "beside": "beside the products, as in the engine",
+        "inline": "one after the other",
+        "begin alone": "of that, `begin_step`",
+    }
+    ways = [way for way in names if find(rows, way=way)]
     lines = [
         (batch, f"{missing:,}", f"{gib:.1f}",
          *(median(rows, batch=batch, recalled_rows=missing, gib=gib, way=way) for way in ways))
         for batch, missing, gib in sorted(cases)
     ]  # fmt: skip
-    names = {
-        "beside": "beside the products, as in the engine",
-        "touched": "pages touched first, too",
-        "inline": "one after the other",
-    }
-    columns = (names.get(way, way) for way in ways)
+    columns = (names[way] for way in ways)
     return table(("batch", "rows recalled a layer", "GiB of host rows", *columns), lines)
 
 
@@ -261,6 +262,21 @@ def host_reads() -> str:
     return table(("656 B rows from", *(f"{rows:,} rows" for rows in counts)), lines)
 
 
+def copies() -> str:
+    """By which instruction rows come."""
+    rows = load("host_copies").get("copies", [])
+    lines = [
+        (
+            row["row_bytes"],
+            f"{row['rows']:,}",
+            *(row["us"][how] for how in ("plain loads", "cp.async")),
+        )
+        for row in rows
+    ]
+    header = ("bytes a row", "rows", "plain loads", "cp.async")
+    return table(header, lines) if lines else "Not measured."
+
+
 def kinds() -> str:
     """By the kind of host memory."""
     names = {
@@ -314,6 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "draw": draw,
     "host reads": host_reads,
     "host memory": kinds,
+    "host copies": copies,
     "pinning": pinning,
     "goals": goals,
 }

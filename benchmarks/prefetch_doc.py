@@ -22,14 +22,8 @@ DOCUMENT = ROOT / "docs" / "prefetch.md"
 PLOTS = ROOT / "docs" / "plots" / "prefetch"
 RESULTS = ROOT / "benchmarks" / "results"
 
-PORTABLE, CUDA = "prefetch-portable-h200", "prefetch-cuda-h200"
+CUDA = "prefetch-cuda-h200"
 VARIANTS = ("perfect", "on", "worst")
-SCORING_VARIANTS = ("on", "on, late", "on, late x2")
-SCORING_WORDS = {
-    "on": "while scoring",
-    "on, late": "and beside the top-k",
-    "on, late x2": "both, twice the budget",
-}
 GATHERED = (512, 2665, 16_384)
 MIB = 2**20
 
@@ -52,15 +46,21 @@ def source(name: str) -> str:
     """Where a result was measured."""
     result = load(name)
     about = result.get("environment", result)
-    gpu, day = about["machine"]["gpus"][0], about["date"][:10]
+    machine, day = about["machine"], about["date"][:10]
+    made_on = machine["gpus"][0] if machine["gpus"] else machine["cpu"]
     commit, space, more = about["commit"].partition(" ")
-    return f"`{name}.json`: {gpu}, {day}, commit `{commit[:12]}`{space}{more}."
+    return f"`{name}.json`: {made_on}, {day}, commit `{commit[:12]}`{space}{more}."
 
 
 def shape_of(one: dict[str, Any]) -> str:
     """Requests x context."""
     batch, context = one.get("batch", one.get("rows")), one.get("context", one.get("length"))
     return f"{batch} x {context:,}"
+
+
+def case_of(one: dict[str, Any]) -> str:
+    """Requests x context, row and hit rate."""
+    return f"{shape_of(one)}, {one['row_bytes']} B, {one['hit']:g}"
 
 
 def segment_table(name: str) -> str:
@@ -71,13 +71,13 @@ def segment_table(name: str) -> str:
         cells = [f"{times[each]['median']:.1f} ({ratios[each]:.2f}x)" for each in VARIANTS]
         missing = f"{one['rows_a_layer']['off']['recalled']:,.0f}"
         off = f"{times['off']['median']:.1f}"
-        rows.append([f"{shape_of(one)}, {one['hit']}", missing, off, *cells])
-    header = ("batch x context, hit rate", "rows missing", "off", *VARIANTS)
+        rows.append([case_of(one), missing, f"{one['gib']:.2f}", off, *cells])
+    header = ("batch x context, row, hit rate", "rows missing", "GiB", "off", *VARIANTS)
     return f"{grid(header, rows)}\n\n{source(name)}"
 
 
 def moved_table() -> str:
-    """What moved early with the CUDA kernel, how much in vain, and what was left to recall."""
+    """What moved early, how much in vain, and what was left to recall."""
     rows = []
     for one in load(CUDA)["segments"]:
         cells = []
@@ -86,43 +86,60 @@ def moved_table() -> str:
             wasted = counts["prefetched"] - counts["useful"]
             cells.append(f"{counts['useful']:,.0f} + {wasted:,.0f}, {counts['recalled']:,.0f}")
         missing = f"{one['rows_a_layer']['off']['recalled']:,.0f}"
-        rows.append([f"{shape_of(one)}, {one['hit']}", missing, *cells])
-    return grid(("batch x context, hit rate", "rows missing", *VARIANTS), rows)
+        rows.append([case_of(one), missing, *cells])
+    return grid(("batch x context, row, hit rate", "rows missing", *VARIANTS), rows)
 
 
 def parts_table() -> str:
-    """Each piece of the segment alone, at hit rate 0.9."""
-    rows = []
-    for name in (PORTABLE, CUDA):
-        for one in load(name)["parts"]:
-            times = one["us"]
-            beside = times["select"] - times["index_scores"]
-            fetching = times.get("fetch_ahead") or times["candidates"] + times["prefetch"]
-            cells = (times["index_scores"], times["topk"], beside, fetching)
-            rows.append([f"{one['backend']}, {shape_of(one)}", *(f"{cell:.1f}" for cell in cells)])
-    header = ("batch x context", "index scores", "top-k", "what it runs beside", "prefetch alone")
+    """Each piece of the segment alone, and what the end of a step takes, once for all layers."""
+    result, rows = load(CUDA), []
+    for one in result["parts"]:
+        ends = [
+            each["end_of_step_us"] for each in result["segments"]
+            if all(each[key] == one[key] for key in ("batch", "context", "row_bytes"))
+        ]  # fmt: skip
+        times = one["us"]
+        cells = (times["index_scores"], times["topk"], times["select"], max(ends))
+        rows.append([f"{shape_of(one)}, {one['row_bytes']} B", *(f"{cell:.1f}" for cell in cells)])
+    header = ("batch x context, row", "index scores", "top-k", "select", "end of a step")
     return grid(header, rows)
 
 
-def scoring_table() -> str:
-    """Fetching inside the scoring kernel; exposed: above the time with everything resident."""
-    rows = []
-    for one in load("index_prefetch")["segments"]:
-        times = one["median_us"]
-        resident = times["off, all resident"]
-        for hit in (0.5, 0.9, 0.97):
-            off = times[f"off {hit}"]
-            taken = [times[f"{variant} {hit}"] for variant in SCORING_VARIANTS]
-            cells = [f"{each:.1f} ({off / each:.2f}x)" for each in taken]
-            exposed = f"{off - resident:.1f}, {taken[1] - resident:.1f}"
-            name = f"{shape_of(one)}, {one['row_bytes']} B, {hit}"
-            rows.append([name, f"{off:.1f}", *cells, exposed])
-        alone = f"{times['on, all resident']:.1f} ({resident / times['on, all resident']:.2f}x)"
-        name = f"{shape_of(one)}, {one['row_bytes']} B, 1"
-        rows.append([name, f"{resident:.1f}", alone, "", "", ""])
-    words = (SCORING_WORDS[each] for each in SCORING_VARIANTS)
-    header = ("batch x context, row, hit rate", "off", *words, "exposed: off, with")
-    return f"{grid(header, rows)}\n\n{source('index_prefetch')}"
+def study_table() -> str:
+    """What each way to predict would fetch, both recordings of each hit rate averaged."""
+    recordings, rows = list(load("prefetch-study")["recordings"].values()), []
+    for number, pool in enumerate(recordings[0]["pools"]):
+        pools = [one["pools"][number] for one in recordings]
+        hit = sum(one["hit_rate"] for one in pools) / len(pools)
+        for name, ways in pool["predictors"].items():
+            cells = []
+            for way in ways:
+                found = [one["predictors"][name][way] for one in pools]
+                useful, vain = (
+                    sum(one[key] for one in found) / len(found)
+                    for key in ("useful_of_missing", "in_vain_a_useful")
+                )
+                cells.append(f"{useful:.2f}, {vain:.2f}")
+            rows.append([f"{hit:.2f}, {name}", *cells])
+    header = ("hit rate, prediction", "all of them", "at most k / 8", "learnt limits")
+    return f"{grid(header, rows)}\n\n{source('prefetch-study')}"
+
+
+def decode_table() -> str:
+    """Whole decode steps with prefetch and without."""
+    result, rows = load("decode_prefetch"), []
+    off = result["variants"]["off"]["median_ms"]
+    for name, one in result["variants"].items():
+        ms = f"{one['median_ms']:.2f} ({one['p10_ms']:.2f} to {one['p90_ms']:.2f})"
+        shares = (one[f"{what}_share"] for what in ("useful", "wasted", "recalled"))
+        rows.append([name, ms, f"{off / one['median_ms']:.3f}x", *(f"{x:.1%}" for x in shares)])
+    header = ("prefetch", "step, ms", "gain", "early, of selected", "in vain", "recalled")
+    shape = result["shape"]
+    words = (
+        f"{shape['num_layers']} layers, {shape['batch']} x {shape['context_len']:,}, hit rate"
+        f" {shape['hit_rate']}, {result['gib']:.1f} GiB of host rows."
+    )
+    return f"{grid(header, rows)}\n\n{words} {source('decode_prefetch')}"
 
 
 def scores_table() -> str:
@@ -181,84 +198,70 @@ def beside_table() -> str:
 
 def goals_table() -> str:
     """The figures to reach of issue 5, and what was."""
-    fetched, scored = load(CUDA)["segments"], load("index_prefetch")["segments"]
+    fetched = [one for one in load(CUDA)["segments"] if one["row_bytes"] == 656]
     ratios = [
         one["median_us"]["cuda, query quantised"] / one["median_us"]["deep_gemm, query quantised"]
         for one in load("index_scores")["timings"]
     ]
     rows = [["scores without prefetch against DeepGEMM's, at most 1.03x",
-             f"{min(ratios):.2f}x to {max(ratios):.2f}x: reached"]]  # fmt: skip
+             f"{min(ratios):.2f}x to {max(ratios):.2f}x"]]  # fmt: skip
     for hit, goal in ((0.5, 1.35), (0.9, 1.6), (0.97, 1.15)):
         best = []
-        for variant in ("perfect", "on"):
+        for variant in VARIANTS[:2]:
             one = max((x for x in fetched if x["hit"] == hit), key=lambda x: x["speedup"][variant])
             best.append(f"{variant} {one['speedup'][variant]:.2f}x at {shape_of(one)}")
-        for variant in SCORING_VARIANTS[1:]:
-            ratio, one = max(
-                ((x["median_us"][f"off {hit}"] / x["median_us"][f"{variant} {hit}"], x)
-                 for x in scored if x["row_bytes"] == 656),
-                key=lambda pair: pair[0],
-            )  # fmt: skip
-            budget = "scoring, twice the budget" if "x2" in variant else "scoring"
-            best.append(f"{budget} {ratio:.2f}x at {shape_of(one)}")
         words = f"segment, hit rate {hit}, at least {goal}x at the best shape"
         rows.append([words, "; ".join(best)])
-    lowest = {v: min(one["speedup"][v] for one in fetched) for v in VARIANTS}
+    missing = [one for one in fetched if one["hit"] < 1]
+    lowest = {v: min(one["speedup"][v] for one in missing) for v in VARIANTS}
     words = ", ".join(f"{variant} {ratio:.2f}x" for variant, ratio in lowest.items())
     rows.append(["segment, never below 0.98x at any shape", f"lowest: {words}"])
-    times = scored[0]["median_us"]
-    before, after = (
-        times[label] - times["off, all resident"] for label in ("off 0.9", "on, late 0.9")
-    )
-    words = f"recall still exposed at hit rate 0.9, {shape_of(scored[0])}, at most 4 us"
-    rows.append([words, f"scoring {after:.1f} us, of {before:.1f} us without prefetch"])
+    largest = {one["hit"]: one["us"] for one in fetched
+               if (one["batch"], one["context"]) == (13, 98_304)}  # fmt: skip
+    exposed = {
+        v: largest[0.9][v]["median"] - largest[1.0]["off"]["median"] for v in ("off", *VARIANTS[:2])
+    }
+    words = ", ".join(f"{variant} {us:.1f} us" for variant, us in exposed.items())
+    rows.append(["recall still exposed at hit rate 0.9, 13 x 98,304, at most 4 us", words])
+    steps = load("decode_prefetch")["variants"]
+    gains = ", ".join(
+        f"{name} {steps['off']['median_ms'] / steps[name]['median_ms']:.3f}x"
+        for name in steps if name != "off"
+    )  # fmt: skip
+    rows.append(["decode step at hit rate 0.95, at least 1.05x", gains])
     return grid(("goal", "measured"), rows).replace("---:", "---")
 
 
 def plot_segments() -> None:
-    """Speed-up by hit rate, a panel a context, a file a batch; dashed: the portable version."""
-    for batch in (13, 1):
-        drawing, panels = figure(columns=2)
-        for axes, context in zip(panels, (98_304, 32_768), strict=True):
-            for name, line, words in ((CUDA, "-", "CUDA"), (PORTABLE, "--", "portable")):
-                chosen = [
-                    one for one in load(name)["segments"]
-                    if (one["batch"], one["context"]) == (batch, context)
-                ]  # fmt: skip
-                for color, variant in enumerate(VARIANTS):
-                    axes.plot(
-                        [f"{one['hit']}" for one in chosen],
-                        [one["speedup"][variant] for one in chosen], line, color=f"C{color}",
-                        marker="o", markersize=4, label=f"{variant}, {words}",
-                    )  # fmt: skip
+    """Speed-up by hit rate, a panel a context, a file a batch."""
+    found = [one for one in load(CUDA)["segments"] if one["row_bytes"] == 656]
+    for batch in sorted({one["batch"] for one in found}):
+        contexts = sorted({one["context"] for one in found if one["batch"] == batch})
+        drawing, panels = figure(columns=len(contexts))
+        for axes, context in zip(panels, contexts, strict=True):
+            chosen = [one for one in found if (one["batch"], one["context"]) == (batch, context)]
+            for variant in VARIANTS:
+                axes.plot(
+                    [f"{one['hit']:g}" for one in chosen],
+                    [one["speedup"][variant] for one in chosen],
+                    marker="o", markersize=4, label=variant,
+                )  # fmt: skip
             axes.axhline(1.0, color="black", linewidth=0.8)
-            axes.set(xlabel="hit rate", ylabel="speed-up", ylim=(0.6, 1.4))
+            axes.set(xlabel="hit rate", ylabel="speed-up", ylim=(0.7, 1.9))
             axes.set_title(f"indexer, top-k and recall, {batch} x {context:,}")
-        panels[0].legend(fontsize=7, handlelength=4)
+        panels[0].legend(fontsize=7)
         save_figure(drawing, PLOTS / f"segment-{batch}.png")
-
-
-def plot_scoring() -> None:
-    """Speed-up of fetching while scoring, by hit rate."""
-    drawing, panels = figure(columns=2)
-    for axes, variant in zip(panels, SCORING_VARIANTS[1:], strict=True):
-        for one in load("index_prefetch")["segments"]:
-            times, hits = one["median_us"], (0.5, 0.9, 0.97)
-            ratios = [times[f"off {hit}"] / times[f"{variant} {hit}"] for hit in hits]
-            label = f"{shape_of(one)}, {one['row_bytes']} B"
-            axes.plot([str(hit) for hit in hits], ratios, marker="o", label=label)
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set(xlabel="hit rate", ylabel="speed-up", ylim=(0.8, 1.4))
-        axes.set_title("fetching while scoring" + (", twice the budget" if "x2" in variant else ""))
-    panels[0].legend(fontsize=7)
-    save_figure(drawing, PLOTS / "scoring.png")
 
 
 def plot_moved() -> None:
     """Rows a layer that move, by when and whether in vain."""
-    drawing, panels = figure(columns=2)
-    shapes = [one for one in load(CUDA)["segments"] if one["batch"] == 13 and one["hit"] != 0.5]
-    for axes, context in zip(panels, (98_304, 32_768), strict=True):
+    shapes = [
+        one for one in load(CUDA)["segments"]
+        if one["batch"] == 13 and one["row_bytes"] == 656 and one["hit"] in (0.9, 0.97)
+    ]  # fmt: skip
+    contexts = sorted({one["context"] for one in shapes})
+    drawing, panels = figure(columns=len(contexts))
+    for axes, context in zip(panels, contexts, strict=True):
         bars = [(one, v) for one in shapes if one["context"] == context for v in ("off", *VARIANTS)]
         counts = [one["rows_a_layer"][v] for one, v in bars]
         parts = {
@@ -271,7 +274,8 @@ def plot_moved() -> None:
         for label, heights in parts.items():
             axes.bar(names, heights, bottom=bottom, label=label)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-        axes.set(ylabel="rows a layer", ylim=(0, 4800), xlabel="variant, hit rate")
+        axes.set(ylabel="rows a layer", xlabel="variant, hit rate")
+        axes.tick_params(axis="x", labelsize=6)
         axes.set_title(f"rows that move, 13 x {context:,}")
     panels[0].legend(fontsize=7)
     save_figure(drawing, PLOTS / "moved.png")
@@ -291,11 +295,11 @@ def plot_gathers() -> None:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "prefetch-portable-h200": lambda: segment_table(PORTABLE),
+    "prefetch-study": study_table,
     "prefetch-cuda-h200": lambda: segment_table(CUDA),
     "rows moved": moved_table,
     "parts": parts_table,
-    "index_prefetch": scoring_table,
+    "decode_prefetch": decode_table,
     "index_scores": scores_table,
     "host_reads": gather_table,
     "decode-h200": beside_table,
@@ -324,7 +328,7 @@ def main() -> int:
             print(f"{DOCUMENT} is out of date: python benchmarks/prefetch_doc.py", file=sys.stderr)
         return int(text != before)
     DOCUMENT.write_text(text)
-    for draw in (plot_segments, plot_scoring, plot_moved, plot_gathers):
+    for draw in (plot_segments, plot_moved, plot_gathers):
         draw()
     return 0
 

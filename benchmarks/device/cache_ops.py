@@ -5,7 +5,7 @@
 - `make_resident` beside a bare gather of the same rows in the same run, by batch, rows missing and
   bytes a row; rows from 1 GiB and from 4.4 GiB of host memory (four layers in turn); from a cold L2
   cache, and with the selection in it, as top-k leaves it. In part beside Triton's op-by-op version.
-- `append_rows`, `choose_victims` (lists kept, and made anew), `touch_pages`.
+- `append_rows`, `choose_victims` (lists kept, and made anew).
 - What all of it adds to a decode step, a layer, arranged as the engine does.
 
 The oracle is the reference manager, given the same state before each step; timed cases are checked
@@ -30,7 +30,6 @@ from torch import Tensor
 import cache as common  # benchmarks/device/cache.py
 from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
-from echokv.kernels.cuda.touch import touch_pages
 from echokv.kernels.registry import load_kernels
 from echokv.memory.pools import DevicePool, HostPool
 
@@ -302,8 +301,8 @@ def victim_times(bench: Bench) -> list[dict[str, Any]]:
 class DecodeStep:
     """The cache's part of a decode step over some layers, beside products like a model's.
 
-    A layer writes its new rows, works for some 50 us (scores, top-k), makes its selection resident,
-    works for as long again (what the query still needs), and then reads the rows.
+    A layer writes its new rows, reads 151 MB (for scores and top-k), makes its selection resident,
+    reads 75 MB (for what the query still needs), and then the rows would be read.
     """
 
     def __init__(self, bench: Bench, state: CacheState, batch: int, misses: int, span: int) -> None:
@@ -315,41 +314,48 @@ class DecodeStep:
         ]
         self.new = state.shuffled(HOST_SLOTS)[:batch].clone()
         self.rows = torch.zeros((batch, 656), dtype=torch.uint8, device=DEVICE)
-        self.left = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
-        self.right = torch.randn(4096, 1024, device=DEVICE, dtype=torch.bfloat16)
-        self.runs: dict[str, Run] = {
-            "none": lambda: self._run(None),
-            "beside": lambda: self._run(True),
-            "touched": lambda: self._run(True, touch=True),
-            "inline": lambda: self._run(False),
-        }
+        half = torch.bfloat16
+        self.hidden = torch.randn(batch, 1536, device=DEVICE, dtype=half)
+        self.weights = [torch.randn(1536, 24_576, device=DEVICE, dtype=half) for _ in range(3)]
+        here, beside = False, True
+        ways: dict[str, tuple[bool | None, bool | None]] = {
+            "begin alone": (None, None), "append in line": (here, None),
+            "append beside": (beside, None), "recall in line": (None, here),
+            "recall beside": (None, beside), "inline": (here, here), "beside": (beside, beside),
+            "append in line, recall beside": (here, beside),
+            "append beside, recall in line": (beside, here),
+        }  # fmt: skip
+        self.runs: dict[str, Run] = {"none": self._work}
+        for name, (append, recall) in ways.items():
+            self.runs[name] = partial(self._run, append, recall)
 
     def prepare(self, at: int) -> None:
         """Another selection, and other new rows."""
         self.recall.load(self.selections[at % len(self.selections)])
         self.new.copy_(self.state.shuffled(HOST_SLOTS)[: self.batch])
 
-    def _run(self, beside: bool | None, *, touch: bool = False) -> None:
-        """One step: beside the products, in line with them, or (None) the products alone."""
-        manager, recall = self.state.manager, self.recall
-        if beside is not None:
-            manager.begin_step(most_rows=self.batch * (TOPK + 1))
+    def _work(self) -> None:
+        for _ in range(LAYERS):
+            for weight in self.weights:
+                torch.mm(self.hidden, weight)
+
+    def _run(self, append: bool | None, recall: bool | None) -> None:
+        """One step; each part beside the products (True), in line with them, or (None) left out."""
+        manager, scores = self.state.manager, self.recall.scores
+        manager.begin_step(most_rows=self.batch * (TOPK + 1))
         for layer in range(LAYERS):
-            if beside is not None:
-                manager.append(layer, self.new, self.rows, keep=self.batch, beside=beside)
-            if touch:
-                manager.expect_recall(layer)
-            torch.mm(self.left, self.right)
-            wanted = recall.wanted[layer]
-            if beside:
-                manager.recall_ahead(layer, wanted, recall.scores)
-            elif beside is not None:
-                manager.make_resident(layer, wanted, recall.scores)
-            torch.mm(self.left, self.right)
-            if beside:
-                manager.wait()
-        if beside is not None:
-            manager.end_step()
+            if append is not None:
+                manager.append(layer, self.new, self.rows, keep=self.batch, beside=append)
+            for weight in self.weights[:2]:
+                torch.mm(self.hidden, weight)
+            wanted = self.recall.wanted[layer]
+            if recall:
+                manager.recall_ahead(layer, wanted, scores)
+            elif recall is not None:
+                manager.make_resident(layer, wanted, scores)
+            torch.mm(self.hidden, self.weights[2])
+            manager.wait()
+        manager.end_step()
 
 
 def step_times(bench: Bench, host: HostPool) -> list[dict[str, Any]]:
@@ -375,21 +381,6 @@ def step_times(bench: Bench, host: HostPool) -> list[dict[str, Any]]:
             print(f"step, batch {batch}, {misses} rows missing, from {gib:.1f} GiB:"
                   f" {line} us a layer beside {work:.1f}", flush=True)  # fmt: skip
     return results
-
-
-def touch_times(bench: Bench, host: HostPool) -> list[dict[str, Any]]:
-    """touch_pages, of each layer in turn."""
-
-    def run() -> None:
-        for rows in host.rows:
-            touch_pages(rows, DEVICE)
-
-    taken = bench.time({"cuda": run}, lambda _: None)["cuda"]
-    each = {key: value / LAYERS for key, value in taken.items()}
-    print(
-        f"touch_pages, {host.rows[0].nbytes / 2**30:.2f} GiB: {each['median']:.1f} us", flush=True
-    )
-    return [{"gib": host.rows[0].nbytes / 2**30} | each]
 
 
 def main() -> int:
@@ -424,7 +415,6 @@ def main() -> int:
             stages["step_us"] = partial(step_times, bench, host)
             stages["append_us"] = partial(append_times, bench, host)
             stages["choose_victims_us"] = partial(victim_times, bench)
-            stages["touch_pages_us"] = partial(touch_times, bench, host)
         for name, stage in stages.items():
             if any(not check["ok"] for check in bench.checks):
                 break

@@ -14,7 +14,7 @@ from echokv.cache.manager import CacheManager
 from echokv.cache.ready import ReadyLists
 from echokv.memory.slots import HostSlots
 
-CLOCK = 3000
+CLOCK = 3000  # rows were used in the last thousand steps, whose order lists keep
 RECENT = 0.75  # of the device slots, those that selections may find
 
 
@@ -38,7 +38,7 @@ class CacheState:
         state, self.manager = manager.state, manager
         device = state.priority.device
         self.generator = torch.Generator(device=device).manual_seed(seed)
-        slots, ages = state.device_slots, CLOCK - 1000
+        slots, ages = state.device_slots, 1000
         for layer in range(state.num_layers):
             owners = self.shuffled(state.host_slots)[:slots]
             places = torch.arange(slots, dtype=torch.int32, device=device)

@@ -29,6 +29,7 @@ from echokv.memory.pinned import PinnedBuffer
 
 MIB, GIB = 2**20, 2**30
 LAUNCHES = 8
+REPLAYS = 7
 LAYER_BYTES = 1_800_000 * 656
 SOURCE = r"""
 struct Words { unsigned x, y, z, w; };
@@ -81,11 +82,11 @@ def ok(result: Any) -> Any:
     return values[0] if values else None
 
 
-def load_kernels(*names: str) -> list[Any]:
+def load_kernels(*names: str, source: str = SOURCE) -> list[Any]:
     """The kernels, compiled."""
     from cuda.bindings import driver, nvrtc
 
-    program = ok(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"gather.cu", 0, [], []))
+    program = ok(nvrtc.nvrtcCreateProgram(source.encode(), b"gather.cu", 0, [], []))
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
     ok(nvrtc.nvrtcCompileProgram(program, len(options), options))
     cubin = b" " * ok(nvrtc.nvrtcGetCUBINSize(program))
@@ -154,9 +155,16 @@ class Bench:
         """Microseconds a gather takes behind a read of HBM: as it is, and with pages touched.
 
         One word of each 2 MiB that rows may come from is read beside the read of HBM, on another
-        stream. Layers lie LAYER_BYTES apart, and rows come from the first `span` bytes of each.
+        stream. Layers lie LAYER_BYTES apart, and rows come from the first `span` bytes of each:
+        others in every replay, as those of a decode step are.
         """
-        sources, targets = self._draw(span, rows, 656, 1, False)
+        drawn = [self._draw(span, rows, 656, 1, False) for _ in range(REPLAYS)]
+        sources, targets = (one.clone() for one in drawn[0])
+
+        def draw(number: int) -> None:
+            for tensor, new in zip((sources, targets), drawn[number], strict=True):
+                tensor.copy_(new)
+
         side, main = torch.cuda.Stream(), torch.cuda.current_stream
 
         def replay(touch: bool, gather: bool) -> float:
@@ -175,7 +183,7 @@ class Bench:
                         main().wait_stream(side)
                     if gather:
                         self._launch(here, sources[index], targets[index], 656, 132, 512)
-            return self._time(graph)
+            return self._time(graph, draw)
 
         alone = replay(False, False)
         taken = (replay(False, True) - alone, replay(True, True) - alone)
@@ -205,8 +213,13 @@ class Bench:
         numbers = [ctypes.c_int(number) for number in (sources.shape[0], row_bytes)]
         self._call(self.gather, blocks, threads, base, self.pool, sources, targets, *numbers)
 
-    def _call(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
-        """Launch; tensors and addresses are pointers, other arguments are ctypes' already."""
+    def _call(
+        self, kernel: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0
+    ) -> None:
+        """Launch, with bytes of shared memory.
+
+        Tensors and addresses are pointers, other arguments are ctypes' already.
+        """
         from cuda.bindings import driver
 
         values = [
@@ -217,12 +230,15 @@ class Bench:
         ]
         packed = (ctypes.c_void_p * len(values))(*(ctypes.addressof(one) for one in values))
         stream = torch.cuda.current_stream().cuda_stream
-        ok(driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream,
+        ok(driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream,
                                  ctypes.addressof(packed), 0))  # fmt: skip
 
-    def _time(self, graph: torch.cuda.CUDAGraph) -> float:
+    def _time(
+        self, graph: torch.cuda.CUDAGraph, prepare: Callable[[int], None] = lambda _: None
+    ) -> float:
         times = []
-        for _ in range(7):
+        for number in range(REPLAYS):
+            prepare(number)
             self.flush.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

@@ -42,7 +42,7 @@ from tvm_ffi import libinfo
 import cache as common  # benchmarks/device/cache.py
 from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
-from echokv.kernels.cuda.touch import touch_pages
+from echokv.kernels.cuda import recall
 from echokv.kernels.registry import load_kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
@@ -236,7 +236,6 @@ class Shape:
 
         def ours() -> None:
             for layer in range(LAYERS):
-                self.ours.expect_recall(layer)  # beside the scores, as in the engine
                 scores = case.run(self.kernels.index_scores, layer)
                 positions, _ = self.kernels.topk(scores, case.lens, K)
                 self.kernels.name_rows(positions, scores, case.rows, case.tables)
@@ -270,11 +269,18 @@ class Others:
         self._device = torch.device("cuda")
         self._bytes = torch.empty(2**28, dtype=torch.uint8, device=self._device)
         self._host = HostPool(1, 2**32 // ROW // 64 * 64, ROW, self._device)
+        rows = torch.arange(0, self._host.rows.shape[1], 2**21 // ROW, device=self._device)
+        self._sources, self._targets = (
+            rows.int(),
+            torch.arange(len(rows), device=self._device).int(),
+        )
+        self._count = torch.tensor([len(rows)], dtype=torch.int32, device=self._device)
+        self._landed = torch.empty((len(rows), ROW), dtype=torch.uint8, device=self._device)
 
     def __call__(self) -> None:
         """Overwrite L2, and read from every page of 4 GiB of host memory."""
         self._bytes.zero_()
-        touch_pages(self._host.rows[0], self._device)
+        recall.recall(self._sources, self._count, self._targets, self._host.rows[0], self._landed)
 
 
 def in_turns(

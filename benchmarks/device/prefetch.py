@@ -6,20 +6,23 @@
 The product's own path: `Indexer.select`, then `CacheManager.make_resident`, captured as a graph of
 several layers, L2 overwritten before each replay; victims are chosen before the clock starts. Keys
 and queries are random, new queries in every replay; a given share of what they select is resident.
-The pool is otherwise full of rows that nobody selects.
+The pool is otherwise full of rows that nobody selects. The host rows of all layers that a graph
+goes through are read in turn: `gib` says how much memory that is.
 
     off      no prefetch
     perfect  predictions are the true k-th scores
-    on       predictions have the error of the demo model's EMA (docs/quality.md): relative, normal,
-             0.17 in the mean; rows ranked k to 4k are resident at the same rate as selected ones
-    worst    the same predictions, and of rows ranked k to 4k none is resident: a threshold too low
-             wastes the whole budget. Hysteresis is kept from acting.
+    on       predictions are as far off, in ranks, as the demo model's, and rows ranked near k are
+             absent as often as in its traces, below k too (recorded.py)
+    worst    predictions as in "on", none of the rows ranked k to 4k resident, and limits as if
+             nothing had been learnt yet; elsewhere they are learnt, over replays before the clock
+             starts too.
 
 Selections are checked to be those without prefetch, and absent rows to arrive byte-equal to host.
 `--small` runs the same code at toy sizes; its times mean nothing.
 """
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -28,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import recorded  # benchmarks/device/recorded.py
 import torch
 from torch import Tensor
 
@@ -36,15 +40,16 @@ from echokv.bench.report import environment
 from echokv.cache.batch import ForwardBatch
 from echokv.cache.manager import CacheManager
 from echokv.indexer.indexer import Indexer, Selection
-from echokv.indexer.prefetch import PrefetchBudget, Prefetcher, _Lists
+from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
+from echokv.kernels.prefetch_args import NO_LIMIT
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
 
-ERROR = 0.21
-"""Standard deviation of the realistic predictions' relative error."""
+LEARNING = 5
+"""Replays before the timed ones, from which limits are learnt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +74,8 @@ REAL = Sizes(
     heads=64,
     batches=(1, 2, 13),
     contexts=(32_768, 65_536, 98_304),
-    hits=(0.5, 0.9, 0.97),
-    repeats=11,
+    hits=(0.5, 0.9, 0.97, 1.0),
+    repeats=21,
     row_formats=("fp8_ds_mla", "bfloat16"),
 )
 SMALL = Sizes(
@@ -157,11 +162,11 @@ class Case:
     def run(self, indexer: Indexer) -> list[tuple[Selection, Tensor]]:
         """The segment in every layer."""
         manager, results = self.world.manager, []
+        indexer.begin_pass(self.batch)
         for layer in range(self.world.sizes.layers):
             selection = indexer.select(layer, self.query[layer], self.weights[layer], self.batch)
             slots = manager.make_resident(layer, selection.host_slots, selection.scores)
             results.append((selection, slots))
-        manager.end_step()
         return results
 
     def selection(self, layer: int, topk: int | None = None) -> Selection:
@@ -170,15 +175,15 @@ class Case:
         return indexer.select(layer, self.query[layer], self.weights[layer], self.batch)
 
     def prepare(
-        self, hit: float, near: float, error: float, generator: torch.Generator
+        self, hit: float, kind: str, generator: torch.Generator, *, near: bool = True
     ) -> list[Tensor]:
         """New queries, their predictions, and a pool with a share of what they select.
 
         Args:
             hit: share of the selected rows that is resident.
-            near: share of the rows ranked k to 4k that is.
-            error: standard deviation of the predictions' relative error.
+            kind: of predictions: "perfect" or "recorded".
             generator: of everything random.
+            near: whether rows ranked k to 4k are resident as recorded; else none is.
 
         Returns:
             for each layer the host slots that are selected and absent.
@@ -189,40 +194,39 @@ class Case:
         world.manager.begin_step()
         missing = []
         for layer in range(world.sizes.layers):
-            selection = self.selection(layer)
-            noise = torch.randn(self.batch_size, generator=generator, device=world.device)
-            kth = selection.kth_scores * (1 + error * noise)
-            world.predictions.thresholds[layer, : self.batch_size] = kth
-            chosen = selection.host_slots.flatten()
-            resident, absent = self._split(chosen, hit, generator)
-            if near > 0:
-                others = self._ranked_below(layer, selection)
-                resident = torch.cat([resident, self._split(others, near, generator)[0]])
-            self._fill(layer, resident, generator)
-            missing.append(absent)
-        world.predictions.usefulness.fill_(1.0)
-        world.predictions.enabled.fill_(1)
-        ready = world.manager._ready
-        if ready is not None:  # what was listed is no longer true
-            ready._in_order = [False] * world.sizes.layers
+            slots, scores = self._ranked(layer)
+            ranks = [world.sizes.topk] * self.batch_size
+            if kind == "recorded":
+                ranks = recorded.ranks(world.sizes.topk, slots.shape[1], self.batch_size, generator)
+            predicted = scores.gather(1, torch.tensor(ranks, device=world.device)[:, None] - 1)
+            world.predictions.thresholds[layer, : self.batch_size] = predicted[:, 0]
+            absent = self._absent(hit, slots.shape[1], generator, near)
+            self._fill(layer, slots[~absent], generator)
+            missing.append(slots[:, : world.sizes.topk][absent[:, : world.sizes.topk]])
+        if world.manager._ready is not None:
+            world.manager._ready.forget()  # the pool isn't what it was listed from
         world.manager.begin_step()
         return missing
 
-    def _split(
-        self, slots: Tensor, share: float, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """A random share of some host slots, and the rest."""
-        order = torch.randperm(slots.shape[0], generator=generator, device=slots.device)
-        count = round(share * slots.shape[0])
-        return slots[order[:count]], slots[order[count:]]
+    def _ranked(self, layer: int) -> tuple[Tensor, Tensor]:
+        """[T, n] host slots and scores of the best rows, at most 4k of them, best first."""
+        best = self.selection(layer, min(4 * self.world.sizes.topk, self.context))
+        scores, order = best.scores.sort(dim=1, descending=True, stable=True)
+        return best.host_slots.gather(1, order), scores
 
-    def _ranked_below(self, layer: int, selection: Selection) -> Tensor:
-        """Host slots of the rows ranked k to 4k."""
-        most = min(4 * self.world.sizes.topk, self.context)
-        wider = self.selection(layer, most).host_slots.flatten()
-        chosen = torch.zeros(self.world.tokens, dtype=torch.bool, device=self.world.device)
-        chosen[selection.host_slots.flatten().long()] = True
-        return wider[~chosen[wider.long()]]
+    def _absent(self, hit: float, ranks: int, generator: torch.Generator, near: bool) -> Tensor:
+        """[T, ranks] bool: which rows aren't resident, exactly a share of the selected ones."""
+        topk, device = self.world.sizes.topk, self.world.device
+        share = recorded.absent_by_rank(hit, topk, ranks).to(device)
+        noise = torch.rand(self.batch_size, ranks, generator=generator, device=device)
+        absent = noise < share if near else torch.ones_like(noise, dtype=torch.bool)
+        # Of the selected rows as many as asked for, each the likelier the larger its share.
+        keys = noise[:, :topk].log() / share[:topk].clamp(min=1e-6)
+        order = keys.flatten().argsort(descending=True)
+        chosen = torch.zeros(order.shape[0], dtype=torch.bool, device=device)
+        chosen[order[: round((1 - hit) * order.shape[0])]] = True
+        absent[:, :topk] = chosen.view(-1, topk)
+        return absent
 
     def _fill(self, layer: int, resident: Tensor, generator: torch.Generator) -> None:
         """Put some rows of the contexts into the pool, and rows of no context into its rest."""
@@ -265,10 +269,34 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
+    return captured(run)
+
+
+def captured(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A replay of run, and what it returns."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = run()
     return graph.replay, results
+
+
+def graphs_of(case: Case, indexer: Indexer) -> tuple[Callable[[], None], Any, Callable[[], None]]:
+    """Replays of all layers and of the end of the step, and what the first returns.
+
+    A step ends once, however many layers it has: its end isn't part of a layer's time.
+    """
+    world = case.world
+
+    def whole() -> Any:
+        results = case.run(indexer)
+        world.manager.end_step()
+        return results
+
+    if world.device.type != "cuda":
+        return *graph_of(lambda: case.run(indexer), world.device), world.manager.end_step
+    graph_of(whole, world.device)  # compiles, and learns nothing that stays
+    replay, results = captured(lambda: case.run(indexer))
+    return replay, results, captured(world.manager.end_step)[0]
 
 
 def microseconds(replay: Callable[[], None], flush: Tensor) -> float:
@@ -290,25 +318,34 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     """Every variant, interleaved; microseconds a layer."""
     world, sizes = case.world, case.world.sizes
     generator = torch.Generator(device=world.device).manual_seed(5)
-    case.prepare(hits[0], 0.0, 0.0, generator)
-    off, off_results = graph_of(lambda: case.run(world.plain), world.device)
-    case.prepare(hits[0], 0.0, 0.0, generator)
-    on, on_results = graph_of(lambda: case.run(world.ahead), world.device)
+    case.prepare(hits[0], "perfect", generator)
+    off = graphs_of(case, world.plain)
+    case.prepare(hits[0], "perfect", generator)
+    on = graphs_of(case, world.ahead)
     variants = {
-        "off": (off, off_results, 1.0, 0.0),
-        "perfect": (on, on_results, 1.0, 0.0),
-        "on": (on, on_results, 1.0, ERROR),
-        "worst": (on, on_results, 0.0, ERROR),
+        "off": (off, "perfect", True),
+        "perfect": (on, "perfect", True),
+        "on": (on, "recorded", True),
+        "worst": (on, "recorded", False),
     }
     for hit in hits:
         times: dict[str, list[float]] = {name: [] for name in variants}
+        ends: list[float] = []
         counts: dict[str, list[int]] = {name: [0, 0, 0] for name in variants}
-        for repeat in range(sizes.repeats):
-            for name, (replay, results, near, error) in variants.items():
-                generator.manual_seed(repeat)
-                missing = case.prepare(hit, near * hit, error, generator)
+        learnt: dict[str, Predictions] = {}
+        for repeat in range(-LEARNING, sizes.repeats):
+            for name, ((replay, results, finish), kind, near) in variants.items():
+                generator.manual_seed(repeat + LEARNING)
+                missing = case.prepare(hit, kind, generator, near=near)
+                recall_limits(world.predictions, None if name == "worst" else learnt.get(name))
                 before = world.manager.counters()
-                times[name].append(microseconds(replay, world.flush) / sizes.layers)
+                taken = microseconds(replay, world.flush) / sizes.layers
+                end = microseconds(finish, world.flush)
+                learnt[name] = copy.deepcopy(world.predictions)
+                if repeat < 0:
+                    continue
+                times[name].append(taken)
+                ends += [end] if name == "on" else []
                 if repeat == 0:
                     case.check(results, missing)
                 for old, new in zip(before, world.manager.counters(), strict=True):
@@ -323,8 +360,10 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
             "batch": case.batch_size,
             "context": case.context,
             "hit": hit,
+            "gib": sizes.layers * case.batch_size * case.context * world.fmt.row_bytes / 2**30,
             "columns": world.prefetcher.rows_per_request(case.batch),
             "us": spreads,
+            "end_of_step_us": common.spread(ends)["median"],
             "speedup": {
                 name: spreads["off"]["median"] / spread["median"]
                 for name, spread in spreads.items()
@@ -338,11 +377,21 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         }
 
 
+def recall_limits(predictions: Predictions, learnt: Predictions | None) -> None:
+    """Set what limits budgets to what was learnt, or to what a new request has."""
+    if learnt is None:
+        predictions.useful.fill_(torch.inf)
+        predictions.limits.fill_(NO_LIMIT)
+    else:
+        predictions.useful.copy_(learnt.useful)
+        predictions.limits.copy_(learnt.limits)
+
+
 def parts(case: Case) -> dict[str, float]:
-    """Microseconds a layer of each part alone, at hit rate 0.9 and perfect predictions."""
+    """Microseconds a layer of each part alone."""
     world, kernels, batch = case.world, case.world.kernels, case.batch
     generator = torch.Generator(device=world.device).manual_seed(6)
-    case.prepare(0.9, 0.9, 0.0, generator)
+    case.prepare(0.9, "perfect", generator)
     every = range(world.sizes.layers)
     pages, fmt = world.plain._pages, world.plain._fmt
 
@@ -353,18 +402,6 @@ def parts(case: Case) -> dict[str, float]:
         )  # fmt: skip
 
     scores = [score(layer) for layer in every]
-    most, budget = world.prefetcher.rows_per_request(batch), PrefetchBudget.of(world.fmt)
-
-    def candidates(layer: int) -> Tensor:
-        found = kernels.prefetch_candidates(
-            scores[layer], batch.context_lens, batch.block_tables, batch.request_rows,
-            batch.request_slots, world.predictions.thresholds[layer],
-            world.predictions.enabled[layer], world.manager.state.host_to_device[layer],
-            most=most, rows_per_unit=budget.rows_per_unit, least=budget.least,
-        )  # fmt: skip
-        return found[0]
-
-    named = [HostSlots(candidates(layer)) for layer in every]
     works: dict[str, Callable[[int], object]] = {
         "index_scores": score,
         "topk": lambda layer: kernels.topk(scores[layer], batch.context_lens, world.sizes.topk),
@@ -372,37 +409,13 @@ def parts(case: Case) -> dict[str, float]:
             layer, case.query[layer], case.weights[layer], batch
         ),
     }
-    fused = world.prefetcher._fused
-    lists = [_Lists.empty(case.batch_size, most, world.device) for _ in every]
-
-    def fetch_ahead(layer: int) -> None:
-        target = world.manager.fused_layer(layer)
-        assert fused is not None and target is not None
-        fused.fetch_ahead(
-            scores[layer], batch.context_lens, batch.block_tables, batch.request_rows,
-            batch.request_slots, world.predictions.thresholds[layer],
-            world.predictions.enabled[layer], target, lists[layer].host_slots,
-            lists[layer].scores, lists[layer].counts, rows_per_unit=budget.rows_per_unit,
-            least=budget.least,
-        )  # fmt: skip
-
-    if fused is None:
-        works["candidates"] = candidates
-        works["prefetch"] = lambda layer: world.manager.prefetch(layer, named[layer])
-    else:
-        works["fetch_ahead"] = fetch_ahead
     found = {}
     for name, work in works.items():
         replay, _ = graph_of(lambda work=work: [work(layer) for layer in every], world.device)
-        times = []
-        for _ in range(world.sizes.repeats):
-            case.prepare(0.9, 0.9, 0.0, generator)
-            for layer in every:
-                named[layer].copy_(candidates(layer))
-                lists[layer].host_slots.fill_(-1)
-                lists[layer].counts.zero_()
-            times.append(microseconds(replay, world.flush) / world.sizes.layers)
-        world.manager.end_step()
+        times = [
+            microseconds(replay, world.flush) / world.sizes.layers
+            for _ in range(world.sizes.repeats)
+        ]
         found[name] = common.spread(times)["median"]
     return found
 
@@ -419,7 +432,9 @@ def main() -> int:
     parser.add_argument("--contexts", nargs="+", type=int, help="instead of all")
     parser.add_argument("--repeats", type=int, help="replays of each variant")
     parser.add_argument("--layers", type=int, help="of a graph")
-    parser.add_argument("--row-formats", nargs="+", help="instead of all")
+    parser.add_argument(
+        "--row-formats", nargs="+", help="instead of both; others than the first at one shape only"
+    )
     parser.add_argument("--code-commit", help="commit of the code, where git isn't")
     args = parser.parse_args()
     sizes = SMALL if args.small else REAL
@@ -440,23 +455,30 @@ def main() -> int:
     for row_format in sizes.row_formats:
         for backend in backends:
             world = World(sizes, backend, row_format, device)
-            for batch in sizes.batches:
-                for context in sizes.contexts:
-                    case = Case(world, batch, context)
-                    shape = {"backend": backend, "row_bytes": world.fmt.row_bytes, "batch": batch,
-                             "context": context}  # fmt: skip
-                    report["parts"].append(shape | {"us": parts(case)})
-                    print(json.dumps(report["parts"][-1]), flush=True)
-                    for one in measure(case, sizes.hits):
-                        report["segments"].append(one)
-                        print(line(one), flush=True)
-                    args.output.write_text(json.dumps(report, indent=1))
+            for batch, context in shapes_of(sizes, row_format):
+                case = Case(world, batch, context)
+                shape = {"backend": backend, "row_bytes": world.fmt.row_bytes, "batch": batch,
+                         "context": context}  # fmt: skip
+                report["parts"].append(shape | {"us": parts(case)})
+                print(json.dumps(report["parts"][-1]), flush=True)
+                for one in measure(case, sizes.hits):
+                    report["segments"].append(one)
+                    print(line(one), flush=True)
+                args.output.write_text(json.dumps(report, indent=1))
             if device.type == "cuda":
                 torch.cuda.synchronize()
             world.host.close()
             del world, case
     print(f"written: {args.output}")
     return 0
+
+
+def shapes_of(sizes: Sizes, row_format: str) -> list[tuple[int, int]]:
+    """Batches and contexts, the largest first; of another row format than the first only that."""
+    shapes = sorted(
+        ((batch, context) for batch in sizes.batches for context in sizes.contexts), reverse=True
+    )
+    return shapes if row_format == sizes.row_formats[0] else shapes[:1]
 
 
 def line(one: dict[str, Any]) -> str:

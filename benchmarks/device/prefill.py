@@ -5,8 +5,9 @@
 
 Few layers of DeepSeek-V3.2's shapes, random weights, the product's engine. The same prompt runs
 offloaded and resident; it counts only if both give the same tokens and, byte for byte, the same
-rows: in host memory offloaded, in HBM resident. `--small` runs the same code at toy sizes; its
-times mean nothing.
+rows: in host memory offloaded, in HBM resident. Then a chunk that ends a cached prompt, whose rows
+are in the device pool or in host memory alone. `--profile 8 30` lists the kernels of those steps,
+on a GPU. `--small` runs the same code at toy sizes; its times mean nothing.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import dataclasses
 import gc
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,11 +27,15 @@ from torch import Tensor
 from echokv.bench import decode_report, report
 from echokv.bench.decode_engine import LoadedModel, synchronise
 from echokv.bench.decode_preset import preset_config
+from echokv.bench.decode_step import kernel_times
 from echokv.config import EngineConfig
 from echokv.engine.build import EngineHooks
 from echokv.engine.engine import Engine
+from echokv.engine.outputs import RequestOutput
 from echokv.engine.sampling_params import SamplingParams
 from echokv.memory.slots import BLOCK_TOKENS, blocks_for
+
+PROFILED_KERNELS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,8 @@ def main() -> int:
     """Run both ways, write JSON, say what differed; 1 when anything did."""
     options = _options()
     scale = SMALL if options.small else REAL
+    if options.prompt:
+        scale = dataclasses.replace(scale, prompt=options.prompt)
     raw = preset_config(
         scale.preset,
         num_layers=scale.layers,
@@ -84,17 +92,24 @@ def main() -> int:
             loaded.config.vocab_size, (scale.prompt,), generator=generator
         ).tolist()
         figures, tokens, rows = {}, [], []
-        for offload in (True, False):
-            name = "offloaded" if offload else "resident"
-            figures[name], generated, written = prefill(loaded, scale, prompt, offload=offload)
+        for name in ("offloaded", "resident"):
+            figures[name], generated, written = prefill(
+                loaded, scale, prompt, offload=name != "resident", profiled=tuple(options.profile)
+            )
             tokens.append(generated)
             rows.append(written)
             print(f"{name}: {figures[name]}", flush=True)
-        same = {"tokens": tokens[0] == tokens[1], "rows": torch.equal(*rows)}
+        same = {
+            "tokens": all(one == tokens[0] for one in tokens),
+            "rows": all(torch.equal(one, rows[0]) for one in rows),
+        }
+        cold = cold_prefix(loaded, scale, prompt)
+        print(f"cold prefix: {cold}", flush=True)
         result = report.environment(options.commit) | {
             "scale": dataclasses.asdict(scale),
             "model": decode_report.run_figures(loaded, scale.preset),
             "variants": figures,
+            "cold_prefix": cold,
             "same": same,
         }
     report.write_json(options.output, result)
@@ -103,9 +118,14 @@ def main() -> int:
 
 
 def prefill(
-    loaded: LoadedModel, scale: Scale, prompt: list[int], *, offload: bool
+    loaded: LoadedModel,
+    scale: Scale,
+    prompt: list[int],
+    *,
+    offload: bool,
+    profiled: tuple[int, ...],
 ) -> tuple[dict[str, Any], list[int], Tensor]:
-    """One prompt through an engine of its own.
+    """One prompt through an engine of its own; the kernels of some steps are printed.
 
     Returns:
         figures, the tokens that follow, and the prompt's rows [L, prompt, row_bytes] on the CPU.
@@ -124,15 +144,26 @@ def prefill(
     )
     engine = Engine(config, hooks=EngineHooks(model=loaded.model))
     params = SamplingParams(max_tokens=scale.output, ignore_eos=True, temperature=0.0)
+    engine.add_request("warm-up", prompt[: 2 * scale.chunk + 1], params)  # compiles
+    while engine.has_work:
+        engine.step()
+    before = engine.cache.counters()
     engine.add_request("prompt", prompt, params)
     request = engine.scheduler.waiting[0]
     tokens: list[int] = []
     synchronise(loaded.device)
     start = time.perf_counter()
     first_token_s = blocks = None
+    chunks: list[float] = []
     while engine.has_work:
-        for output in engine.step():
+        began = time.perf_counter()
+        if len(chunks) in profiled:
+            outputs = profiled_step(engine, f"chunk {len(chunks)}, {offload=}")
+        else:
+            outputs = engine.step()
+        for output in outputs:
             tokens += output.token_ids
+        chunks.append(time.perf_counter() - began)
         if request.block_ids:
             blocks = list(request.block_ids)
         if tokens and first_token_s is None:
@@ -145,9 +176,14 @@ def prefill(
         "first_token_s": first_token_s,
         "prompt_tokens_per_s": len(prompt) / first_token_s,
         "device_pool_tokens": engine.cache.capacity,
-        "selected_rows_by_layer": [one.selected for one in counters],
-        "recalled_rows_by_layer": [one.recalled for one in counters],
-        "evicted_rows_by_layer": [one.evicted for one in counters],
+        "chunk_ms": [round(seconds * 1e3, 2) for seconds in chunks],
+        **{
+            f"{name}_rows_by_layer": [
+                getattr(new, name) - getattr(old, name)
+                for new, old in zip(counters, before, strict=True)
+            ]
+            for name in ("selected", "recalled", "evicted")
+        },
     }
     rows = _rows(engine, loaded, blocks, len(prompt))
     engine.close()
@@ -156,6 +192,65 @@ def prefill(
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()
     return figures, tokens, rows
+
+
+def cold_prefix(loaded: LoadedModel, scale: Scale, prompt: list[int]) -> dict[str, Any]:
+    """Milliseconds of a chunk whose context is in the device pool, and of one in host memory alone.
+
+    A prompt is prefilled, then again with another end, all but its last chunk being cached; then a
+    second one that the pool doesn't hold beside it, and the first with yet another end.
+    """
+    length = scale.device_pool * 4 // 5 // BLOCK_TOKENS * BLOCK_TOKENS
+    longest = length + scale.chunk + BLOCK_TOKENS
+    row_bytes = loaded.row_format.row_bytes * loaded.config.num_hidden_layers
+    config = dataclasses.replace(
+        loaded.engine_config,
+        offload=True,
+        host_pool_gib=(8 * longest * row_bytes + 0.5) / 2**30,
+        device_pool_tokens=scale.device_pool,
+        max_model_len=longest,
+        max_num_seqs=1,
+        max_num_batched_tokens=scale.chunk,
+        enable_prefix_caching=True,
+    )
+    engine = Engine(config, hooks=EngineHooks(model=loaded.model))
+    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
+    first, second = prompt[:length], prompt[-length:]
+    taken: dict[str, list[float]] = {"warm": [], "cold": []}
+    recalled: dict[str, list[int]] = {"warm": [], "cold": []}
+
+    def run(name: str, ids: list[int]) -> float:
+        start = time.perf_counter()
+        engine.add_request(name, ids, params)
+        while engine.has_work:
+            engine.step()
+        synchronise(loaded.device)
+        return (time.perf_counter() - start) * 1e3
+
+    for turn in range(4):
+        run(f"first {turn}", first)
+        for number, kind in enumerate(taken):
+            if kind == "cold":
+                run(f"second {turn}", second)
+            at = (2 * turn + number) * scale.chunk
+            before = engine.cache.counters()
+            ms = run(f"{kind} {turn}", first + prompt[at : at + scale.chunk - 1])
+            rows = zip(engine.cache.counters(), before, strict=True)
+            if turn:  # the first compiles
+                taken[kind].append(ms)
+                recalled[kind].append(sum(new.recalled - old.recalled for new, old in rows))
+    engine.close()
+    return {"context": length, "ms": taken, "rows_recalled": recalled}
+
+
+def profiled_step(engine: Engine, what: str) -> Sequence[RequestOutput]:
+    """A step whose kernels are listed; slower for it."""
+    outputs: list[RequestOutput] = []
+    times = kernel_times(lambda: outputs.extend(engine.step()), 1)
+    print(f"{what}: {sum(us for _, us, _ in times):.0f} us of kernels")
+    for kernel, us, count in times[:PROFILED_KERNELS]:
+        print(f"{us:9.1f} us {count:7.0f} x {us / count:8.2f} us  {kernel[:80]}", flush=True)
+    return outputs
 
 
 def _rows(engine: Engine, loaded: LoadedModel, blocks: list[int], count: int) -> Tensor:
@@ -175,6 +270,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--commit", help="of the code that runs; default: the git checkout's")
     parser.add_argument("--small", action="store_true", help="toy sizes, for a CPU")
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="steps to profile")
+    parser.add_argument("--prompt", type=int, help="tokens; default: 100,000")
     parser.add_argument("--backend", default="auto", help="auto, reference, triton or cuda")
     return parser.parse_args()
 

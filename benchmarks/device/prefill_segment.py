@@ -3,11 +3,15 @@
     python benchmarks/device/prefill_segment.py --output prefill_segment.json            # on a GPU
     python benchmarks/device/prefill_segment.py --small --output small.json      # anywhere
 
-The product's own path, run eagerly as prefill is: `Indexer.select` for the last queries of one
-request, then `CacheManager.make_resident` for all of them. Keys are random.
+The product's own path, captured as a graph so that the CPU's time doesn't count: `Indexer.select`
+for the last queries of one request, then `CacheManager.make_resident` for all of them. Keys are
+random.
 
-    off  all queries are scored, then selected, then recalled
-    on   in query blocks; a block's rows are recalled while the next is scored
+    off          all queries are scored, then selected, then recalled
+    on           in query blocks; a block's exact selection is recalled while the next is scored
+    fused        rows above a histogram's bound move while later queries are scored
+                 (`prefill_scores_prefetch`; --backend cuda)
+    fused, late  and beside the top-k
 
 `random` queries have nothing in common, so that nearly the whole context is selected; `overlapping`
 ones are one query with a little noise, as neighbours in a text are. A share of the context is
@@ -18,7 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +33,13 @@ from torch import Tensor
 import cache as common  # benchmarks/device/cache.py
 from echokv.bench.report import environment
 from echokv.cache.batch import ForwardBatch
-from echokv.indexer import indexer as indexer_module
-from echokv.indexer import prefetch as prefetch_module
 from echokv.indexer.indexer import Indexer, Selection
+from echokv.kernels.cuda import prefill_prefetch as inter
+from echokv.memory.formats import IndexKeyFormat
 from echokv.memory.slots import BLOCK_TOKENS, HostSlots
 
-NOISE = {"random": 1.0, "overlapping": 0.05}
+KEYS = IndexKeyFormat(name="fp8", head_dim=128)
+NOISE = {"random": 1.0, "mixed": 0.4, "overlapping": 0.05}
 """Share of a query that is its own."""
 
 
@@ -52,6 +57,8 @@ class PrefillCase(decode.Case):
         ).flatten().to(torch.int32)  # fmt: skip
         self.query = torch.zeros(sizes.layers, queries, sizes.heads, 128, device=device)
         self.weights = torch.zeros(sizes.layers, queries, sizes.heads, device=device)
+        # The first query's k-th score stands for that of the chunk before.
+        self.shifts = torch.zeros(sizes.layers, 1, device=device)
         positions = torch.arange(context - queries, context, **ints)
         self.batch = ForwardBatch(
             token_ids=torch.zeros(queries, dtype=torch.int64, device=device),
@@ -76,15 +83,54 @@ class PrefillCase(decode.Case):
             drawn.copy_((1 - share) * common_part.expand_as(drawn) + share * own)
         world.manager.begin_step()
         missing = []
-        for layer in range(world.sizes.layers):
+        selections = [self.selection(layer) for layer in range(world.sizes.layers)]
+        self.shifts.copy_(torch.stack([one.kth_scores[:1] for one in selections]))
+        for layer, selection in enumerate(selections):
             resident, absent = self._split(self.slots, hit, generator)
             self._fill(layer, resident, generator)
             wanted = torch.zeros(world.host.num_slots, dtype=torch.bool, device=world.device)
-            chosen = self.selection(layer).host_slots.flatten()
+            chosen = selection.host_slots.flatten()
             wanted[chosen[chosen >= 0].long()] = True
             missing.append(absent[wanted[absent.long()]])
+        if world.manager._ready is not None:  # what was listed is no longer true
+            world.manager._ready.forget()
         world.manager.begin_step()
         return missing
+
+    def _split(
+        self, slots: Tensor, share: float, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """A random share of some host slots, and the rest."""
+        order = torch.randperm(slots.shape[0], generator=generator, device=slots.device)
+        count = round(share * slots.shape[0])
+        return slots[order[:count]], slots[order[count:]]
+
+    def run_fused(self, *, late: bool) -> list[tuple[Selection, Tensor]]:
+        """The same with rows fetched while the scores are made; selection as the indexer's."""
+        world, batch, results = self.world, self.batch, []
+        manager, topk = world.manager, world.sizes.topk
+        for layer in range(world.sizes.layers):
+            target = manager.fused_layer(layer)
+            assert target is not None
+            scores, found = inter.prefill_scores_prefetch(
+                self.query[layer], self.weights[layer], world.plain.pages[layer], KEYS,
+                batch.block_tables, batch.request_rows, batch.context_lens, batch.max_context_len,
+                self.shifts[layer], target, k=topk, most=self.context,
+            )  # fmt: skip
+            if late:
+                with manager.side.fork(scores, found):
+                    inter.fetch_late(found)
+            positions, kth = world.kernels.topk(scores, batch.context_lens, topk)
+            slots, chosen = world.kernels.name_rows(
+                positions, scores, batch.request_rows, batch.block_tables
+            )
+            selection = Selection(positions, HostSlots(slots), chosen, kth)
+            where = manager.make_resident(
+                layer, selection.host_slots, chosen, max_distinct=self.context
+            )
+            results.append((selection, where))
+        manager.end_step()
+        return results
 
     def run(self, indexer: Indexer) -> list[tuple[Selection, Tensor]]:
         """The segment in every layer."""
@@ -102,22 +148,27 @@ class PrefillCase(decode.Case):
 def measure(case: PrefillCase, kind: str, hit: float, blocks: tuple[int, ...]) -> dict[str, Any]:
     """Microseconds a layer without, and with each size of query block; interleaved."""
     world, generator = case.world, torch.Generator(device=case.world.device)
-    variants: dict[str, Callable[[], Any]] = {"off": lambda: case.run(world.plain)}
+    runs: dict[str, Callable[[], Any]] = {"off": lambda: case.run(world.plain)}
     for block in blocks:
-        variants[f"on, blocks of {block}"] = lambda block=block: in_blocks(case, block)
+        runs[f"on, blocks of {block}"] = lambda block=block: in_blocks(case, block)
+    if world.backend == "cuda":
+        runs["fused"] = lambda: case.run_fused(late=False)
+        runs["fused, late"] = lambda: case.run_fused(late=True)
+    variants = {}
+    for name, run in runs.items():
+        generator.manual_seed(1)
+        case.draw(NOISE[kind], hit, generator)
+        variants[name] = decode.graph_of(run, world.device)
     times: dict[str, list[float]] = {name: [] for name in variants}
     rows = 0.0
     for repeat in range(-1, world.sizes.repeats):
-        for name, run in variants.items():
-            torch.manual_seed(repeat)
+        for name, (replay, results) in variants.items():
+            torch.manual_seed(repeat + 1)
             generator.manual_seed(repeat + 1)
             missing = case.draw(NOISE[kind], hit, generator)
-            results: list[Any] = []
-            taken = decode.microseconds(
-                lambda run=run, into=results: into.extend(run()), world.flush
-            )
+            taken = decode.microseconds(replay, world.flush)
             if repeat < 0:
-                case.check(results, missing)  # and compiles
+                case.check(results, missing)
                 rows = sum(len(one) for one in missing) / world.sizes.layers
             else:
                 times[name].append(taken / world.sizes.layers)
@@ -138,13 +189,35 @@ def measure(case: PrefillCase, kind: str, hit: float, blocks: tuple[int, ...]) -
 
 
 def in_blocks(case: PrefillCase, block: int) -> list[tuple[Selection, Tensor]]:
-    """The segment with another QUERY_BLOCK."""
-    before = prefetch_module.QUERY_BLOCK
-    indexer_module.QUERY_BLOCK = prefetch_module.QUERY_BLOCK = block
-    try:
-        return case.run(case.world.ahead)
-    finally:
-        indexer_module.QUERY_BLOCK = prefetch_module.QUERY_BLOCK = before
+    """The segment with the exact selection of each block recalled beside the next."""
+    world, batch, results = case.world, case.batch, []
+    for layer in range(world.sizes.layers):
+        parts: list[Selection] = []
+        for start in range(0, batch.num_tokens, block):
+            if parts:
+                last = parts[-1]
+                world.manager.recall_ahead(
+                    layer, last.host_slots, last.scores, max_distinct=case.context
+                )
+            rows = slice(start, start + block)
+            part = replace(
+                batch, request_rows=batch.request_rows[rows], context_lens=batch.context_lens[rows],
+                token_ids=batch.token_ids[rows], num_real_tokens=len(batch.token_ids[rows]),
+            )  # fmt: skip
+            query, weights = case.query[layer, rows], case.weights[layer, rows]
+            parts.append(world.plain.select(layer, query, weights, part))
+        selection = Selection(
+            *(
+                torch.cat([getattr(part, field.name) for part in parts])
+                for field in fields(Selection)
+            )
+        )
+        slots = world.manager.make_resident(
+            layer, selection.host_slots, selection.scores, max_distinct=case.context
+        )
+        results.append((selection, slots))
+    world.manager.end_step()
+    return results
 
 
 def main() -> int:

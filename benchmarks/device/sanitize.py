@@ -1,13 +1,17 @@
 """The CUDA C++ kernels at small sizes, to be run under compute-sanitizer.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/device/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/device/sanitize.py
+    export SANITIZE="compute-sanitizer --error-exitcode 1 --report-api-errors no"
+    $SANITIZE --tool memcheck python benchmarks/device/sanitize.py
+    $SANITIZE --tool racecheck python benchmarks/device/sanitize.py
 
-Every kernel of `kernels/cuda/{recall,append,victims,touch,topk}.cu` runs over the cases that differ
-in code: rows of 16-byte words and others, tiles that wait in device_slots, lists that last and
-lists made anew, clusters of one and of eight, parts of a row in registers, in shared memory and
-read again. Results are compared with the plain Python model, so that what the tools watched was
-right.
+(cuda-bindings asks the driver for functions that it may not have, which memcheck would report.)
+
+Every kernel of `kernels/cuda/{recall,append,victims,topk,index_scores,fetch_listed}.cu` runs
+over the cases that differ in code: rows of 16-byte words and others, tiles that wait in
+device_slots, lists that last and lists made anew, clusters of one and of eight, parts of a row in
+registers, in shared memory and read again, 32 and 64 heads. The tools run one kernel at a time, so
+what the scores list is fetched after them here. Results are compared with the plain Python model,
+so that what the tools watched was right.
 """
 
 import argparse
@@ -17,9 +21,11 @@ import time
 
 import torch
 from tests.kernels.cache_model import layer_in_use
+from tests.kernels.prefetch_model import make_case
 from tests.kernels.resident_model import LayerUnderTest, selection
+from tests.kernels.test_cuda_prefetch import OnGpu
 
-from echokv.kernels.cuda import fused, recall, topk, touch
+from echokv.kernels.cuda import fused, recall, topk
 
 CUDA = torch.device("cuda")
 
@@ -29,11 +35,11 @@ def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None
     rng = random.Random(row_bytes * rows)
     floor, slots = 4096, 600
     under_test = LayerUnderTest(layer_in_use(rng, slots, 1200, 0.8, floor), CUDA, row_bytes)
-    for step in range(4):
-        if step < 2:
+    for step in range(3):
+        if step == 0:
             under_test.choose(fused, floor)
         else:  # the list that is left, or a new one, as it finds
-            under_test.begin(fused, floor, 300)
+            under_test.begin(fused, floor, 200)
         under_test.append(fused, [-1, *rng.sample(range(1200), 40)], floor)
         wanted = selection(rng, rng.sample(range(1200), 250), rows, k)
         under_test.fetch(fused, wanted, torch.randn(wanted.shape), floor, lanes=lanes)
@@ -52,11 +58,6 @@ def check_gather(row_bytes: int) -> None:
     assert torch.equal(found, host_rows[sources[:140].long()])
 
 
-def check_touch(nbytes: int) -> None:
-    """Every page is touched, and nothing outside the memory."""
-    touch.touch_pages(torch.zeros((1, nbytes), dtype=torch.uint8).pin_memory(), CUDA)
-
-
 def check_topk(rows: int, width: int, k: int, *, zeros: bool = False) -> None:
     """One shape, with a short row, ties and garbage past the lengths; zeros overflow every list."""
     scores = torch.zeros(rows, width) if zeros else torch.randn(rows, width).round(decimals=1)
@@ -71,6 +72,17 @@ def check_topk(rows: int, width: int, k: int, *, zeros: bool = False) -> None:
         assert torch.equal(positions[row, : len(want)].cpu(), want), (rows, width, k, row)
 
 
+def check_prefetch(row_bytes: int, heads: int) -> None:
+    """Scores that list candidates, and then those that fetch them, twice over one layer."""
+    rng = random.Random(heads)
+    under_test = LayerUnderTest(layer_in_use(rng, 900, 64 * 60, 0.8, 4096), CUDA, row_bytes)
+    on_gpu = OnGpu(make_case(rng, under_test, [900, 0, 700, 64, 1], 3), heads, late=True)
+    on_gpu.case.limits[on_gpu.case.request_slots[3]] = 0
+    on_gpu.set_thresholds(0.2)
+    assert on_gpu.prefetch(60, 0, 60)
+    on_gpu.prefetch(20, 65536 // 100, 2)
+
+
 def main() -> int:
     """Run everything; an assertion or the sanitizer says what is wrong."""
     parser = argparse.ArgumentParser(description="Kernels to be run under compute-sanitizer.")
@@ -83,14 +95,15 @@ def main() -> int:
         check_resident(row_bytes, 3, 33, 32)
         check_gather(row_bytes)
         print(f"rows of {row_bytes} B: {time.perf_counter() - start:.1f} s", flush=True)
-    for nbytes in (16, 4096, 5 << 20):
-        check_touch(nbytes)
     check_resident(656, 300, 70, 4)  # more tiles than resident blocks
     shapes = () if options.without_topk else ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000))
     for shape in shapes:
         check_topk(*shape)
         check_topk(*shape, zeros=True)
         print(f"topk {shape}: {time.perf_counter() - start:.1f} s", flush=True)
+    for row_bytes, heads in ((656, 64), (1152, 32)):
+        check_prefetch(row_bytes, heads)
+        print(f"prefetch, {heads} heads: {time.perf_counter() - start:.1f} s", flush=True)
     torch.cuda.synchronize()
     print("all as the models say")
     return 0

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from echokv.attention import sparse_mla
 from echokv.attention.sparse_mla import SparseAttention
 from echokv.cache.batch import ForwardBatch, fits_at_once
 from echokv.cache.manager import CacheManager
@@ -60,10 +59,6 @@ class Recorder:
     ) -> None:
         self.calls.append(("append", keep))
         self.cache.append(layer, host_slots, rows, keep=keep, beside=beside)
-
-    def expect_recall(self, layer: int) -> None:
-        self.calls.append(("expect", layer))
-        self.cache.expect_recall(layer)
 
     def make_resident(
         self,
@@ -263,23 +258,6 @@ def test_new_rows_are_kept_as_far_as_the_pool_goes() -> None:
         batch = batch_of(torch.arange(count, dtype=torch.int32), padding=5)
         attention.append(0, torch.ones(count + 5, 32), torch.ones(count + 5, 16), batch)
     assert cache.calls == [("append", 3), ("append", TOPK)]
-
-
-def test_a_decode_step_that_may_recall_much_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for least, decode, context, calls in (
-        (7 * TOPK, True, HOST_SLOTS, 1),
-        (7 * TOPK + 1, True, HOST_SLOTS, 0),
-        (1, False, HOST_SLOTS, 0),
-        (1, True, 100, 0),  # everything fits the pool
-    ):
-        monkeypatch.setattr(sparse_mla, "LEAST_SELECTED", least)
-        cache = make_cache(100)
-        attention = SparseAttention(KERNELS, cache, FMT, SCALE, TOPK)
-        batch = batch_of(torch.arange(7, dtype=torch.int32), context_rows=context)
-        slots = torch.arange(7, dtype=torch.int32) if decode else None
-        batch = replace(batch, request_slots=slots)
-        attention.append(1, torch.ones(7, 32), torch.ones(7, 16), batch)
-        assert cache.calls[1:] == [("expect", 1)] * calls
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 32])

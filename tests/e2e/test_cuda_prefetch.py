@@ -33,7 +33,7 @@ def invent(predictions: Predictions) -> None:
     shape, device = predictions.thresholds.shape, predictions.thresholds.device
     values = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -1e30, 0.02, 0.2], device=device)
     predictions.thresholds.copy_(values[torch.randint(len(values), shape, device=device)])
-    predictions.enabled.copy_(torch.randint(2, shape, device=device))
+    predictions.limits.copy_(torch.randint(-9, 99, shape, device=device))
 
 
 def run(

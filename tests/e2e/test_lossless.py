@@ -64,7 +64,7 @@ def invent(predictions: Predictions) -> None:
     values = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -1e30, 0.02, 0.2])
     shape = predictions.thresholds.shape
     predictions.thresholds.copy_(values[torch.randint(len(values), shape, generator=RANDOM)])
-    predictions.enabled.copy_(torch.randint(2, shape, generator=RANDOM))
+    predictions.limits.copy_(torch.randint(-1, 99, shape, generator=RANDOM))
 
 
 RANDOM = torch.Generator().manual_seed(8)

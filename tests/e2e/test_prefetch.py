@@ -3,7 +3,6 @@
 Selected sets too. `test_lossless.py` compares with each request alone, through preemptions.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,7 @@ from echokv.engine.engine import Engine
 from echokv.engine.sampling_params import SamplingParams
 from echokv.engine.stats import EngineStats
 from echokv.errors import ConfigError
-from echokv.indexer import indexer, prefetch
-from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
+from echokv.indexer.prefetch import PrefetchBudget
 from echokv.indexer.threshold import Predictions
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "demo_model" / "checkpoint"
@@ -41,19 +39,19 @@ HUGE = PrefetchBudget(rows_per_unit=2**20, least=2**20)
 def fill(value: float) -> Callable[[Predictions], None]:
     def overwrite(predictions: Predictions) -> None:
         predictions.thresholds.fill_(value)
-        predictions.enabled.fill_(1)
+        predictions.limits.fill_(2**30)
 
     return overwrite
 
 
 def scatter(predictions: Predictions) -> None:
-    """Another mixture in every step, hysteresis included."""
+    """Another mixture in every step, limits included."""
     shape = predictions.thresholds.shape
     values = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -1e30, 0.02, 0.2])
     chosen = values[torch.randint(len(values), shape, generator=RANDOM)]
     predictions.thresholds.copy_(chosen)
-    predictions.usefulness.copy_(torch.rand(shape, generator=RANDOM))
-    predictions.enabled.copy_(torch.randint(2, shape, generator=RANDOM))
+    predictions.useful.copy_(torch.rand(shape, generator=RANDOM) * 40)
+    predictions.limits.copy_(torch.randint(-9, 99, shape, generator=RANDOM))
 
 
 HOSTILE: dict[str, Callable[[Predictions], None]] = {
@@ -274,24 +272,3 @@ def test_only_running_requests_have_predictions(demo_model: Path) -> None:
             assert known[slot] == (len(prompt) + 2 > TOPK) and sum(known) == known[slot]
         seen.clear()
     engine.close()
-
-
-@pytest.mark.parametrize("pool", [4 * TOPK, 9 * TOPK, 700])
-def test_recalling_ahead_in_prefill_changes_no_token_and_no_set(
-    demo_model: Path,
-    without: tuple[list[list[int]], SelectionLog],
-    pool: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A query block's rows move beside the next where a pass fits the pool."""
-    blocks, recall_block = Counter[str](), Prefetcher.recall_block
-
-    def count_blocks(*args: Any) -> None:
-        blocks["recalled"] += 1
-        recall_block(*args)
-
-    monkeypatch.setattr(Prefetcher, "recall_block", count_blocks)
-    monkeypatch.setattr(indexer, "QUERY_BLOCK", 8)
-    monkeypatch.setattr(prefetch, "QUERY_BLOCK", 8)
-    same(run(demo_model, hooks=EngineHooks(), device_pool_tokens=pool), without)
-    assert blocks["recalled"] > 0

@@ -126,49 +126,6 @@ def test_scoring_in_pieces_changes_no_bit(
         assert torch.equal(getattr(pieces, name), getattr(whole, name))
 
 
-class BlockRecorder:
-    """Stands for a `Prefetcher` whose pass fits: notes which blocks it is given."""
-
-    def __init__(self) -> None:
-        self.blocks: list[tuple[int, Tensor, Tensor]] = []
-
-    def recalls_blocks(self, _batch: ForwardBatch) -> bool:
-        return True
-
-    def prepare(self, _batch: ForwardBatch) -> None:
-        return
-
-    def start(self, _index_layer: int, _scores: Tensor, _batch: ForwardBatch) -> None:
-        return
-
-    def learn(self, _index_layer: int, _kth_scores: Tensor, _batch: ForwardBatch) -> None:
-        return
-
-    def recall_block(
-        self, index_layer: int, host_slots: Tensor, scores: Tensor, _batch: ForwardBatch
-    ) -> None:
-        self.blocks.append((index_layer, host_slots, scores))
-
-
-@pytest.mark.parametrize("block", [1, 4, 14, 15, 16])
-def test_query_blocks_are_recalled_beside_the_next(
-    block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = build((130, 77), (6, 7))  # and two rows of padding
-    whole = world.indexer.select(1, world.query, world.weights, world.batch)
-    recorder = BlockRecorder()
-    monkeypatch.setattr(indexer_module, "QUERY_BLOCK", block)
-    monkeypatch.setattr(world.indexer, "_prefetcher", recorder)
-    blocks = world.indexer.select(1, world.query, world.weights, world.batch)
-    for name in ("positions", "host_slots", "scores", "kth_scores"):
-        assert torch.equal(getattr(blocks, name), getattr(whole, name))
-    starts = range(0, 15 - block, block)  # of all but the last block
-    assert [layer for layer, _, _ in recorder.blocks] == [1] * len(starts)
-    for start, (_, host_slots, scores) in zip(starts, recorder.blocks, strict=True):
-        assert torch.equal(host_slots, whole.host_slots[start : start + block])
-        assert torch.equal(scores, whole.scores[start : start + block])
-
-
 def test_layers_do_not_mix() -> None:
     world = build((40, 40), (1, 1))
     before = world.indexer.select(1, world.query, world.weights, world.batch)

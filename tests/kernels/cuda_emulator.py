@@ -9,6 +9,8 @@ import functools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echokv.kernels.cuda import append, fetch_ahead, index_scores, recall, topk, touch, victims
+from echokv.kernels.cuda import (
+    append,
+    fetch_listed,
+    prefill_prefetch,
+    recall,
+    schedule,
+    topk,
+    victims,
+)
 from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.prefetch_args import CandidateLists, Candidates
+from echokv.kernels.reference.index_scores import index_scores as reference_scores
+from echokv.kernels.reference.topk import topk as reference_topk
 from echokv.kernels.registry import load_kernels
+from echokv.memory.formats import IndexKeyFormat
 
 HERE = Path(__file__).parent
 TOPK_THREADS = 256
 TOPK_HELD = 1
 RECALL_THREADS = 64
 VICTIM_THREADS = 64
-AHEAD_THREADS = 64
-RING_ENTRIES = index_scores.RING_ENTRIES
+LIST_ENTRIES = 256
+LISTED_THREADS = 64
 FEW_ENTRIES = 512
 """Of a selection in which a warp has four entries, as in a decode step; in larger ones 32."""
 
@@ -45,7 +59,14 @@ def emulator() -> "Emulator":
 def emulated_kernels() -> Any:
     """`Kernels` on the CPU: the emulated fused recall, and the reference for all else."""
     ops = vars(load_kernels("reference", torch.device("cpu")))
-    ops |= {"name": "cuda", "fused": emulator(), "fused_prefetch": emulator()}
+    made = emulator()
+    ahead = SimpleNamespace(
+        candidate_lists=made.candidate_lists,
+        fetches=made.fetches,
+        index_scores_prefetch=made.index_scores_prefetch,
+        topk=made.topk_known,
+    )
+    ops |= {"name": "cuda", "fused": made, "fused_prefetch": ahead}
     return SimpleNamespace(**ops)
 
 
@@ -53,10 +74,32 @@ class PrefetchRun(Arguments):
     """See emulated.cc."""
 
     _fields_ = (
-        ("contexts", index_scores.Contexts),
-        *((name, ctypes.c_void_p) for name in ("block_tables", "request_rows", "scores", "shares")),
-        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "fetching")),
-        ("prefetch", index_scores.PrefetchArguments),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("block_tables", "request_rows", "scores", "shares", "kth", "lists")
+        ),
+        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "known", "pad")),
+        ("listed", fetch_listed.ListedArguments),
+    )
+
+
+class TilingRun(Arguments):
+    """See emulated.cc."""
+
+    _fields_ = (
+        ("rows", schedule.Rows),
+        *((name, ctypes.c_void_p) for name in ("works", "covered")),
+        ("most", ctypes.c_uint32),
+    )
+
+
+class InterRun(Arguments):
+    """See emulated.cc."""
+
+    _fields_ = (
+        ("prefetch", prefill_prefetch.InterArguments),
+        *((name, ctypes.c_void_p) for name in ("given", "scores")),
+        *((name, ctypes.c_uint32) for name in ("scoring", "fetching")),
     )
 
 
@@ -68,8 +111,8 @@ class Emulator:
         subprocess.run(
             [str(COMPILER), "-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas",
              "-DECHOKV_EMULATE", f"-DTOPK_THREADS={TOPK_THREADS}",
-             f"-DTOPK_HELD={TOPK_HELD}", f"-DRING_ENTRIES={RING_ENTRIES}",
-             f"-DRECALL_THREADS={RECALL_THREADS}", f"-DAHEAD_THREADS={AHEAD_THREADS}",
+             f"-DTOPK_HELD={TOPK_HELD}", f"-DLIST_ENTRIES={LIST_ENTRIES}",
+             f"-DLISTED_THREADS={LISTED_THREADS}", f"-DRECALL_THREADS={RECALL_THREADS}",
              f"-DVICTIM_THREADS={VICTIM_THREADS}",
              f"-I{FOLDER}", f"-I{HERE}", "-shared", "-fPIC",
              str(HERE / "emulated.cc"), "-o", str(library)],
@@ -108,6 +151,27 @@ class Emulator:
             rows * cluster, cluster, shared, self._next(), ctypes.byref(arguments)
         )
         return positions, kth
+
+    def tiling(
+        self, context_lens: Tensor, request_rows: Tensor, width: int, blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        """What each block of `prefill_scores` scores, and how far units cover each row.
+
+        Returns:
+            [blocks, works, 5] int32: row, rows, tokens, first unit and units, of 0 past the end;
+            [T] int32.
+        """
+        rows = context_lens.shape[0]
+        most = rows + 1
+        works = torch.zeros((blocks, most, 5), dtype=torch.int32)
+        covered = torch.full((rows,), -1, dtype=torch.int32)
+        contexts = schedule.Contexts(pointer(context_lens), rows, width)
+        arguments = TilingRun(
+            schedule.Rows(contexts, pointer(request_rows)),
+            pointer(works), pointer(covered), most,
+        )  # fmt: skip
+        self._library.run_tiling(blocks, self._next(), ctypes.byref(arguments))
+        return works, covered
 
     def choose_victims(
         self, floor: Tensor, priority: Tensor, ready: Tensor, cursor: Tensor, most_rows: int
@@ -159,12 +223,6 @@ class Emulator:
             -(-count // each), shared, self._next(), ctypes.byref(arguments)
         )
 
-    def touch_pages(self, host_rows: Tensor, device: torch.device) -> None:
-        """`touch_pages`."""
-        arguments = touch.touch_arguments(host_rows)
-        blocks = -(-touch.touches(host_rows.nbytes) // touch.MODULE.threads)
-        self._library.run_touch_pages(blocks, self._next(), ctypes.byref(arguments))
-
     def prefetch(
         self,
         scores: Tensor,
@@ -173,69 +231,122 @@ class Emulator:
         context_lens: Tensor,
         request_slots: Tensor,
         thresholds: Tensor,
-        enabled: Tensor,
+        limits: Tensor,
         layer: FusedLayer,
+        found: Candidates,
+        kth_scores: Tensor,
         *,
-        most: int,
         rows_per_unit: int,
         least: int,
         blocks: int = 3,
         scoring: int = 2,
-        fetching: int = 2,
-    ) -> tuple[index_scores.Prefetch, Tensor]:
-        """What `index_scores_prefetch` does with scores; and each block's share of the pages."""
+        known: bool = False,
+        tick: int = 0,
+    ) -> Tensor:
+        """What `index_scores_prefetch` does once there are scores; each block's share of the pages.
+
+        Args:
+            known: whether k-th scores come to be known while rows are fetched.
+            tick: nanoseconds between two looks at the clock.
+        """
         rows, width = scores.shape
-        counts = torch.zeros(rows, dtype=torch.int32)
-        host_slots = torch.full((rows, most), -1, dtype=torch.int32)
-        found = torch.full((rows, most), -torch.inf)
+        found.counts.zero_()
+        found.host_slots.fill_(-1)
+        found.scores.fill_(-torch.inf)
+        kth_scores.view(torch.int32).fill_(fetch_listed.UNKNOWN)
         shares = torch.zeros((blocks, 3), dtype=torch.int32)
-        prefetch = index_scores.PrefetchArguments(
-            recall.layer_of(layer), pointer(request_slots), pointer(thresholds),
-            pointer(enabled), pointer(counts), pointer(host_slots), pointer(found), most,
-            rows_per_unit, least, rows,
-        )  # fmt: skip
-        arguments = PrefetchRun(
-            index_scores.Contexts(pointer(context_lens), rows, width), pointer(block_tables),
-            pointer(request_rows), pointer(scores), pointer(shares), block_tables.shape[1],
-            scoring, fetching, prefetch,
-        )  # fmt: skip
-        self._library.run_prefetch(blocks, self._next(), ctypes.byref(arguments))
-        found_here = index_scores.Prefetch(
-            host_slots=host_slots, scores=found, counts=counts, layer=layer, arguments=prefetch
+        # What another launch left: candidates of any row, of other epochs.
+        entries = torch.randint(0, 99, (blocks, scoring, LIST_ENTRIES, 4), dtype=torch.int32)
+        lists = CandidateLists(
+            entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32)
         )
-        return found_here, shares
+        prefetch = fetch_listed.prefetch_arguments(
+            layer, request_slots, thresholds, limits, found, rows_per_unit, least
+        )
+        contexts = fetch_listed.Contexts(pointer(context_lens), rows, width)
+        arguments = PrefetchRun(
+            pointer(block_tables), pointer(request_rows), pointer(scores), pointer(shares),
+            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, 0,
+            fetch_listed.listed_arguments(prefetch, contexts, lists, kth_scores),
+        )  # fmt: skip
+        self._library.run_prefetch(blocks, self._next(), tick, ctypes.byref(arguments))
+        return shares
 
-    fetches_rows_of = staticmethod(fetch_ahead.fetches_rows_of)
-
-    def fetch_ahead(
+    def inter_prefetch(
         self,
         scores: Tensor,
         context_lens: Tensor,
+        request_rows: Tensor,
+        block_tables: Tensor,
+        shifts: Tensor,
+        layer: FusedLayer,
+        *,
+        k: int,
+        most: int,
+        blocks: int = 3,
+        scoring: int = 2,
+        fetching: int = 2,
+    ) -> prefill_prefetch.InterPrefetch:
+        """What `prefill_scores_prefetch` does with scores."""
+        made = torch.full_like(scores, torch.nan)
+        found = prefill_prefetch.inter_prefetch(
+            made, context_lens, request_rows, block_tables, shifts, layer, k=k, most=most
+        )
+        arguments = InterRun(found.arguments, pointer(scores), pointer(made), scoring, fetching)
+        self._library.run_inter(blocks, self._next(), ctypes.byref(arguments))
+        return found
+
+    def inter_fetch_late(self, prefetch: prefill_prefetch.InterPrefetch) -> None:
+        """`fetch_late` of `prefill_prefetch`."""
+        self._library.run_inter_late(2, self._next(), ctypes.byref(prefetch.arguments))
+
+    def candidate_lists(self, device: torch.device) -> CandidateLists:
+        """`candidate_lists`; what is here isn't used."""
+        nothing = torch.zeros((0, 0, 0, 4), dtype=torch.int32, device=device)
+        return CandidateLists(entries=nothing, epoch=torch.zeros(1, dtype=torch.int32))
+
+    def fetches(self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer) -> bool:
+        """`fetches`, with keys of any kind."""
+        return bool(recall.moves_16_bytes(layer.host_rows, layer.device_rows))
+
+    def index_scores_prefetch(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        fmt: IndexKeyFormat,
         block_tables: Tensor,
         request_rows: Tensor,
+        context_lens: Tensor,
+        max_context_len: int,
         request_slots: Tensor,
         thresholds: Tensor,
-        enabled: Tensor,
+        limits: Tensor,
         layer: FusedLayer,
-        host_slots: Tensor,
-        found: Tensor,
-        num_found: Tensor,
+        lists: CandidateLists,
+        found: Candidates,
+        kth_scores: Tensor,
+        fork: Callable[[], AbstractContextManager[None]],
         *,
         rows_per_unit: int,
         least: int,
-        blocks: int = 3,
-    ) -> None:
-        """`fetch_ahead`."""
-        arguments = fetch_ahead.ahead_arguments(
-            scores, context_lens, block_tables, request_rows, request_slots, thresholds, enabled,
-            layer, host_slots, found, num_found, rows_per_unit, least,
-        )  # fmt: skip
-        shared = AHEAD_THREADS // 32 * fetch_ahead.QUEUE_BYTES
-        self._library.run_fetch_ahead(blocks, shared, self._next(), ctypes.byref(arguments))
+    ) -> Tensor:
+        """`index_scores_prefetch`: the reference's scores, then what they name."""
+        keys = (pages, fmt, block_tables, request_rows, context_lens, max_context_len)
+        scores = reference_scores(query, weights, *keys)
+        with fork():
+            self.prefetch(
+                scores, block_tables, request_rows, context_lens, request_slots, thresholds,
+                limits, layer, found, kth_scores, rows_per_unit=rows_per_unit, least=least,
+            )  # fmt: skip
+        return scores
 
-    def fetch_late(self, prefetch: index_scores.Prefetch) -> None:
-        """`fetch_late`."""
-        self._library.run_fetch_late(2, 3, self._next(), ctypes.byref(prefetch.arguments))
+    def topk_known(
+        self, scores: Tensor, context_lens: Tensor, k: int, kth_scores: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`topk`, by the reference."""
+        positions, found = reference_topk(scores, context_lens, k)
+        return positions, kth_scores.copy_(found)
 
     def recall(
         self,

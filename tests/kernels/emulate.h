@@ -63,6 +63,7 @@ struct Grid {
   std::mt19937 random;
   ucontext_t scheduler;
   Fiber* now = nullptr;
+  u64 tick = 0, ticks = 0;  // what the clock says, and by how much more each time
 };
 inline Grid* grid = nullptr;
 
@@ -109,8 +110,9 @@ inline bool block_barrier(bool flag) {
 }
 
 inline void launch(u32 blocks, u32 blocks_y, u32 threads, u32 cluster, size_t shared, u32 seed,
-                   std::function<void()> body) {
+                   std::function<void()> body, u64 tick = 0) {
   Grid mine;
+  mine.tick = tick;
   mine.blocks = blocks, mine.blocks_y = blocks_y, mine.threads = threads, mine.cluster = cluster;
   mine.body = body;
   mine.random.seed(seed);
@@ -286,6 +288,7 @@ DEVICE void store_to_block(u32* to, u32 value) {
 }
 DEVICE void warp_sync() { emulated::meet(0); }
 DEVICE void pause() { emulated::yield(); }
+DEVICE u64 nanoseconds() { return emulated::grid->ticks += emulated::grid->tick; }
 DEVICE Words load_words(const void* from) {
   if (reinterpret_cast<u64>(from) % 16 != 0) std::abort();  // as the hardware does
   Words words;
@@ -296,12 +299,21 @@ DEVICE void store_words(void* to, Words words) {
   if (reinterpret_cast<u64>(to) % 16 != 0) std::abort();
   std::memcpy(to, &words, 16);
 }
+DEVICE Words load_others_words(const void* from) { return load_words(from); }
+DEVICE void device_fence() { emulated::maybe_yield(); }
 DEVICE void copy_async(void* to_shared, const void* from) {
   store_words(to_shared, load_words(from));
 }
 DEVICE void async_wait() {}
+DEVICE void store_whole(void* to, Words words) {
+  store_words(to, words);
+  emulated::maybe_yield();
+}
+DEVICE Words load_whole(const void* from) {
+  emulated::yield();  // waited on
+  return load_words(from);
+}
 DEVICE Words load_row_words(const void* from) { return load_words(from); }
-DEVICE void touch_word(const void* from) { (void)*static_cast<const volatile u32*>(from); }
 DEVICE void store_row_words(void* to, Words words) { store_words(to, words); }
 DEVICE u32 float_bits(float value) {
   u32 bits;

@@ -13,8 +13,8 @@ from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.resident_model import LayerUnderTest
 from torch import Tensor
 
-from echokv.kernels.cuda.index_scores import Prefetch
 from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.prefetch_args import NO_LIMIT, Candidates
 
 BUDGET_UNIT = 65536
 
@@ -47,8 +47,7 @@ class PrefetchCase:
             self.scores[row, length:] = rng.choice([-torch.inf, torch.nan, torch.inf])
         self.request_slots = rng.sample(range(rows + 2), rows)
         self.thresholds = torch.full((rows + 2,), 0.5)
-        self.enabled = torch.ones(rows + 2, dtype=torch.int32)
-        self.left = 0
+        self.limits = torch.full((rows + 2,), NO_LIMIT, dtype=torch.int32)
 
     def fused_layer(self, floor: int) -> FusedLayer:
         """The tensors as the op takes them."""
@@ -78,20 +77,20 @@ class PrefetchCase:
 
     def budget(self, row: int, most: int, rows_per_unit: int, least: int) -> int:
         """Candidates that a row may have."""
-        return min(most, least + self.lens[row] * rows_per_unit // BUDGET_UNIT)
+        limit = int(self.limits[self.request_slots[row]])
+        return max(0, min(most, least + self.lens[row] * rows_per_unit // BUDGET_UNIT, limit))
 
     def check(
         self,
         before: LayerModel,
         ready: list[int],
         floor: int,
-        found: Prefetch,
+        found: Candidates,
         budgets: list[int],
     ) -> set[int]:
         """Everything that must hold afterwards. Returns the host slots that were fetched."""
         host_slots, scores, counts = found.host_slots.cpu(), found.scores.cpu(), found.counts.cpu()
         fetched: list[int] = []
-        self.left = 0  # noted for later
         for row in range(len(self.lens)):
             count, allowed = int(counts[row]), self.candidates(row)
             assert 0 <= count <= budgets[row]
@@ -99,16 +98,14 @@ class PrefetchCase:
             listed = Counter(scores[row, :count].tolist())
             assert not listed - Counter(allowed.values()), "a score that is no candidate's"
             assert (host_slots[row, count:] == -1).all()
-            self.left += int((host_slots[row] < -1).sum())
-            noted = [-2 - entry if entry < -1 else entry for entry in host_slots[row].tolist()]
+            assert (host_slots[row] >= -1).all()
             mine = [
                 (slot, score)
-                for slot, score in zip(noted, scores[row].tolist(), strict=True)
+                for slot, score in zip(host_slots[row].tolist(), scores[row].tolist(), strict=True)
                 if slot >= 0
             ]
             assert all(allowed.get(slot) == score for slot, score in mine)
-            assert self.enabled[self.request_slots[row]] or not mine
-            fetched += [slot for slot in host_slots[row].tolist() if slot >= 0]
+            fetched += [slot for slot, _ in mine]
         assert len(set(fetched)) == len(fetched), "fetched twice"
         self._check_state(before, ready, floor, set(fetched))
         return set(fetched)
@@ -156,12 +153,13 @@ def make_case(
 
 
 def mixed_case(rng: random.Random, floor: int, row_bytes: int) -> PrefetchCase:
-    """Requests that share blocks, padding, one without prediction and one switched off; no GPU."""
+    """Requests that share blocks, padding, one without prediction and some with limits; no GPU."""
     model = layer_in_use(rng, 400, 1280, rng.choice([0.2, 1.0]), floor)
     under_test = LayerUnderTest(model, torch.device("cpu"), row_bytes)
     case = make_case(rng, under_test, [130, 0, 200, 63, 257, 64], shared_blocks=2)
     case.thresholds[case.request_slots[3]] = torch.inf
-    case.enabled[case.request_slots[4]] = 0
+    case.limits[case.request_slots[4]] = 0
+    case.limits[case.request_slots[2]] = 2
     case.request_slots[5] = -1
     return case
 

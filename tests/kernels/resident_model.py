@@ -69,11 +69,12 @@ class LayerUnderTest:
         return ready[:may_go]
 
     def begin(self, ops: FusedOps, floor: int, most_rows: int) -> bool:
-        """`choose_victims` at the start of a step; whether it has made a new list.
+        """`choose_victims` at the start of a step, at a higher floor than the last; whether it has
+        made a new list.
 
         Names that are left must be enough, and in the order in which slots may leave now.
         """
-        before = [self.cursor.tolist(), self.tensors.slot_buffer.tolist()]
+        touched_before = int(self.cursor[TOUCHED])
         ops.choose_victims(
             torch.tensor([floor], dtype=torch.int32, device=self.device),
             self.tensors.priority[None],
@@ -81,7 +82,7 @@ class LayerUnderTest:
             self.cursor[None],
             most_rows,
         )
-        taken, _, listed, since = self.cursor.tolist()
+        taken, touched, listed, since = self.cursor.tolist()
         levels = self.tensors.priority.tolist()
         # Ages beyond the bins are alike.
         rank = [max(level, since - AGES + 1) if level >= 0 else -1 for level in levels]
@@ -90,7 +91,10 @@ class LayerUnderTest:
         may_go = sorted(rank[slot] for slot in range(len(rank)) if levels[slot] < floor)
         assert len(set(left)) == len(left) >= min(most_rows, len(may_go))
         assert [rank[slot] for slot in left] == may_go[: len(left)]
-        return before != [self.cursor.tolist(), self.tensors.slot_buffer.tolist()]
+        assert touched >= len(names) - len(left)
+        if touched < touched_before < STALE:  # the first names were looked at
+            assert names[:1] == left[:1]
+        return since == floor
 
     def fetch(self, ops: FusedOps, wanted: Tensor, scores: Tensor, floor: int, **plan: Any) -> None:
         """One `make_resident`, then every check."""

@@ -9,11 +9,12 @@ from echokv.errors import KernelUnavailable
 from echokv.kernels.cuda import (
     append,
     build,
-    fetch_ahead,
+    fetch_listed,
     index_scores,
+    prefill_prefetch,
+    prefill_scores,
     recall,
     topk,
-    touch,
     victims,
 )
 from echokv.kernels.cuda.launch import MAX_SHARED_BYTES
@@ -22,51 +23,65 @@ SOURCES = {
     "topk": topk,
     "recall": recall,
     "append": append,
-    "touch": touch,
     "victims": victims,
     "index_scores": index_scores,
-    "fetch_ahead": fetch_ahead,
+    "prefill_scores": prefill_scores,
+    "fetch_listed": fetch_listed,
 }
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_kernels_compile_without_spills(name: str) -> None:
+    """Nor does ptxas give up on products that are to overlap."""
     cubin, usage = build.compile_cubin(name)
     assert cubin[:4] == b"\x7fELF"
     assert {kernel.name for kernel in usage} == set(SOURCES[name].KERNELS)
     assert [kernel for kernel in usage if kernel.spilled_bytes or kernel.stack_bytes] == []
+    assert [kernel for kernel in usage if kernel.serialised] == []
     threads = SOURCES[name].MODULE.threads
     assert all(kernel.registers * threads <= 65536 for kernel in usage)
 
 
-@pytest.mark.parametrize("module, name", [(recall, "make_resident"), (append, "append_rows")])
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        (recall, "make_resident"),
+        (recall, "make_many_resident"),
+        (append, "append_rows"),
+    ],
+)
 def test_as_many_blocks_are_resident_as_wait_for_each_other(module: ModuleType, name: str) -> None:
     _, usage = build.compile_cubin(module.MODULE.name)
     registers = next(kernel.registers for kernel in usage if kernel.name == name)
     assert registers * module.MODULE.threads * recall.BLOCKS_PER_SM <= 65536
 
 
-def test_a_touch_is_not_compiled_away() -> None:
-    """Nothing uses what it reads, which ptxas takes as leave to drop a load."""
-    cubin, _ = build.compile_cubin("touch")
-    load = 0x981  # LDG; the low twelve bits of an instruction of sixteen bytes
-    aligned = range(0, len(cubin) - 15, 16)
-    assert load in {int.from_bytes(cubin[at : at + 2], "little") & 0xFFF for at in aligned}
+def test_fetch_listed_fits_an_sm_beside_those_that_score_and_select() -> None:
+    """Else what it is to run beside would wait for it, and it for the candidates.
 
-
-def test_fetch_ahead_fits_an_sm_beside_topk() -> None:
-    """Else the top-k would wait for copies that it is to run beside."""
-    registers = 0
-    for module in (topk, fetch_ahead):
-        (kernel,) = build.compile_cubin(module.MODULE.name)[1]
-        registers += -(-kernel.registers // 8) * 8 * module.MODULE.threads
-    assert registers <= 65536
+    Registers are a quarter of an SM's each, given to whole warps in units of eight a thread, and a
+    block's warps are dealt out evenly.
+    """
+    used = {}
+    for module in (topk, fetch_listed, index_scores):
+        for kernel in build.compile_cubin(module.MODULE.name)[1]:
+            warps = -(-module.MODULE.threads // 32 // 4)
+            used[kernel.name] = warps * 32 * (-(-kernel.registers // 8) * 8)
+    for beside in ("prefetching_32", "prefetching_64", "quantise_query", "topk"):
+        assert used["fetch_listed"] + used[beside] <= 65536 // 4
 
 
 def test_index_scores_fit_the_shared_memory_of_a_block() -> None:
     """What the wrapper asks for is what the source, when it compiled, asserted."""
     source = (build.FOLDER / "index_scores.cu").read_text()
     for size in (index_scores.SHARED_BYTES, index_scores.PREFETCHING_SHARED_BYTES):
+        assert f"== {size}," in source
+        assert size <= MAX_SHARED_BYTES
+
+
+def test_prefill_scores_fit_the_shared_memory_of_a_block() -> None:
+    source = (build.FOLDER / "prefill_scores.cu").read_text()
+    for size in (prefill_scores.SHARED_BYTES, prefill_prefetch.SHARED_BYTES):
         assert f"== {size}," in source
         assert size <= MAX_SHARED_BYTES
 

@@ -66,6 +66,29 @@ def test_scores_of_many_rows(heads: int) -> None:
     check(Case(ON_GPU, "fp8", heads, 128, rows, torch.bfloat16))
 
 
+CHUNKS = [(9, 9), (200, 5), (65, 1), (0, 3), (300, 300), (4000, 50), (129, 20), (10, 1)]
+"""(context, queries) of requests in one pass."""
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("chunks", [CHUNKS, [(9, 9)], [(5000, 700)], [(700, 1)] * 13])
+def test_tiles_give_the_same_bits(
+    heads: int, chunks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that share keys, scored together and row by row."""
+    rows = [
+        (request, max(0, context - queries + 1 + query))
+        for request, (context, queries) in enumerate(chunks)
+        for query in range(queries)
+    ]
+    case = Case(ON_GPU, "fp8", heads, 128, rows, torch.bfloat16)
+    monkeypatch.setattr(cuda, "TILED_FROM", 0)
+    tiled = case.run(ON_GPU)
+    assert torch.equal(case.run(ON_GPU), tiled)
+    monkeypatch.setattr(cuda, "TILED_FROM", 10**9)
+    assert torch.equal(case.run(ON_GPU), tiled)
+
+
 def test_scores_of_one_long_row_among_padding() -> None:
     check(Case(ON_GPU, "fp8", 64, 128, [(0, 0), (0, 50_001), (0, 0)], torch.bfloat16))
 

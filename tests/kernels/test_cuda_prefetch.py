@@ -2,6 +2,10 @@
 
 import copy
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +15,12 @@ from tests.kernels.prefetch_model import PrefetchCase, make_case
 from tests.kernels.resident_model import LayerUnderTest
 
 from echokv.cache.manager import CacheManager
-from echokv.kernels.cuda import fused
-from echokv.kernels.cuda import index_scores as cuda
-from echokv.kernels.cuda.topk import topk
+from echokv.kernels.cuda import fused, prefetch
+from echokv.kernels.cuda import index_scores as scoring
+from echokv.kernels.cuda.fetch_listed import fetch_listed
+from echokv.kernels.cuda.index_scores import index_scores
 from echokv.kernels.fused_layer import TOTALS, FusedLayer
+from echokv.kernels.prefetch_args import CandidateLists, Candidates
 from echokv.kernels.reference.name_rows import positions_to_host_slots
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat
@@ -40,10 +46,12 @@ class OnGpu:
     Args:
         case: requests over a layer; its scores are overwritten.
         heads: of the query.
+        late: whether rows are fetched when all scores are there, not meanwhile.
     """
 
-    def __init__(self, case: PrefetchCase, heads: int = 64) -> None:
-        self.case = case
+    def __init__(self, case: PrefetchCase, heads: int = 64, *, late: bool = False) -> None:
+        self.case, self.late = case, late
+        load_kernels("cuda", CUDA)  # nobody waits for a kernel that is still being compiled
         rows, num_pages = len(case.lens), case.layer.model.host_slots // 64
         pages = torch.empty((num_pages, FMT.page_bytes), dtype=torch.uint8, device=CUDA)
         keys = torch.randn((num_pages, 64 * 128), device=CUDA) * 64
@@ -54,7 +62,9 @@ class OnGpu:
             torch.randn((rows, heads), device=CUDA), pages, FMT, case.tables.cuda(),
             ints(case.request_rows), ints(case.lens), max(case.lens),
         )  # fmt: skip
-        self.plain = cuda.index_scores(*self.arguments)
+        self.plain = index_scores(*self.arguments)
+        self.lists = prefetch.candidate_lists(CUDA)
+        self.side = torch.cuda.Stream(priority=-1)
         case.scores = self.plain.cpu()
 
     def set_thresholds(self, share: float) -> None:
@@ -66,48 +76,59 @@ class OnGpu:
                 self.case.thresholds[self.case.request_slots[row]] = threshold
 
     def prefetch(self, most: int, rows_per_unit: int, least: int) -> set[int]:
-        """Make the ready list, prefetch, check; fetch what is late, check. What came in all."""
+        """Make the ready list, prefetch, check. What came in."""
         case, under_test = self.case, self.case.layer
         ready = under_test.choose(fused, FLOOR)
         before = copy.deepcopy(under_test.model)
-        tensors = (ints(case.request_slots), case.thresholds.cuda(), case.enabled.cuda())
-        layer_tensors = case.fused_layer(FLOOR)
-        scores, found = cuda.index_scores_prefetch(
-            *self.arguments, *tensors, layer_tensors, most=most, rows_per_unit=rows_per_unit,
-            least=least,
-        )  # fmt: skip
+        tensors = (ints(case.request_slots), case.thresholds.cuda(), case.limits.cuda())
+        found = Candidates.room(len(case.lens), most, CUDA)
+        kth_scores = torch.empty(len(case.lens), device=CUDA)
+        put_off: list[tuple[Any, CandidateLists]] = []
+        fetch = (lambda *how: put_off.append(how)) if self.late else fetch_listed
+        with patch.object(scoring, "fetch_listed", fetch):
+            scores = prefetch.index_scores_prefetch(
+                *self.arguments, *tensors, case.fused_layer(FLOOR), self.lists, found,
+                kth_scores, self.fork, rows_per_unit=rows_per_unit, least=least,
+            )  # fmt: skip
+        for how in put_off:
+            fetch_listed(*how)
+        torch.cuda.current_stream().wait_stream(self.side)
         assert torch.equal(scores, self.plain)
         budgets = [case.budget(row, most, rows_per_unit, least) for row in range(len(case.lens))]
-        early = case.check(before, ready, FLOOR, found, budgets)
-        cuda.fetch_late(found)
-        fetched = case.check(before, ready, FLOOR, found, budgets)
-        assert fetched >= early and case.left == 0
-        return fetched
+        return case.check(before, ready, FLOOR, found, budgets)
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """The second stream, after all that the first has been given."""
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            yield
 
 
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("row_bytes", [656, 1152, 2304])
-def test_prefetch(row_bytes: int, heads: int) -> None:
-    """Requests that share blocks, padding, one without prediction and one switched off."""
+@pytest.mark.parametrize("late", [False, True])
+def test_prefetch(row_bytes: int, heads: int, late: bool) -> None:
+    """Requests that share blocks, padding, one without prediction and one that may fetch none."""
     for seed in range(3):
         rng = random.Random(seed)
         model = layer_in_use(rng, 9000, 64 * 600, rng.choice([0.2, 1.0]), FLOOR)
         under_test = LayerUnderTest(model, CUDA, row_bytes)
         lens = [5000, 0, 8191, 63, 1, 64, 4097, 2048, 0, 6000]
-        on_gpu = OnGpu(make_case(rng, under_test, lens, shared_blocks=20), heads)
+        on_gpu = OnGpu(make_case(rng, under_test, lens, shared_blocks=20), heads, late=late)
         case = on_gpu.case
-        case.enabled[case.request_slots[6]] = 0
+        case.limits[case.request_slots[6]] = 0
         case.request_slots[7] = -1
         on_gpu.set_thresholds(0.05)
         case.thresholds[case.request_slots[2]] = torch.inf
-        assert on_gpu.prefetch(300, 65536 // 20, 3)
+        assert on_gpu.prefetch(300, 65536 // 20, 3) or not late  # launches may be far apart
 
 
 def test_everything_is_found_where_nothing_is_in_a_hurry() -> None:
-    """Few candidates and ample budgets: all that are absent."""
+    """Few candidates and ample budgets: all that are absent, once all of them are listed."""
     rng = random.Random(1)
     under_test = LayerUnderTest(layer_in_use(rng, 9000, 64 * 900, 0.3, FLOOR), CUDA, 656)
-    on_gpu = OnGpu(make_case(rng, under_test, [20_000, 300, 9_999]))
+    on_gpu = OnGpu(make_case(rng, under_test, [20_000, 300, 9_999]), late=True)
     on_gpu.set_thresholds(0.01)
     held = {owner for owner, _ in under_test.model.held.values()}
     want = set().union(*(on_gpu.case.candidates(row) for row in range(3))) - held
@@ -157,27 +178,26 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
     case = PrefetchCase(under_test, lens, tables, list(range(rows)), rng)
     on_gpu = OnGpu(case)
     query, lens_on_gpu, request_rows = (on_gpu.arguments[at] for at in (0, 6, 5))
-    truth, side = host.rows[0].cuda(), torch.cuda.Stream()
+    truth = host.rows[0].cuda()
     request_slots = ints([0, -1, 1, 2, 3, 4])
     thresholds = torch.full((5,), torch.inf, device=CUDA)
-    enabled = torch.ones(5, dtype=torch.int32, device=CUDA)
+    limits = torch.ones(5, dtype=torch.int32, device=CUDA)
     totals = torch.zeros((1, TOTALS), dtype=torch.int64, device=CUDA)
     wrong = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    found, kth_scores = Candidates.room(rows, most, CUDA), torch.empty(rows, device=CUDA)
 
     def step() -> None:
         manager.begin_step()
-        scores, found = cuda.index_scores_prefetch(
-            *on_gpu.arguments, request_slots, thresholds, enabled,
-            fused_layer_of(manager, host, totals), most=most, rows_per_unit=0, least=most,
+        scores = prefetch.index_scores_prefetch(
+            *on_gpu.arguments, request_slots, thresholds, limits,
+            fused_layer_of(manager, host, totals), on_gpu.lists, found, kth_scores, on_gpu.fork,
+            rows_per_unit=0, least=most,
         )  # fmt: skip
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            cuda.fetch_late(found)
-        positions, _ = topk(scores, lens_on_gpu, k)
+        positions, _ = prefetch.topk(scores, lens_on_gpu, k, kth_scores)
         wanted = positions_to_host_slots(positions, request_rows, on_gpu.arguments[4])
         best = scores.gather(1, positions.clamp(min=0).long())
-        wrong.add_((scores != cuda.index_scores(*on_gpu.arguments)).sum())
-        torch.cuda.current_stream().wait_stream(side)
+        wrong.add_((scores != index_scores(*on_gpu.arguments)).sum())
+        torch.cuda.current_stream().wait_stream(on_gpu.side)
         slots = manager.make_resident(0, HostSlots(wanted), best)
         wrong.add_((slots < 0).ne(wanted < 0).sum())
         taken = manager.rows(0)[slots.clamp(min=0).long()]
@@ -194,7 +214,7 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
         if replay % 3 == 0:
             query.normal_()
         thresholds.copy_(hostile[torch.randint(7, (5,), device=CUDA)])
-        enabled.random_(0, 3)
+        limits.random_(-1, 40)
         graph.replay()
         if replay % 250 == 249:
             manager.check()

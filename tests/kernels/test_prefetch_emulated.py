@@ -16,6 +16,8 @@ from tests.kernels.cuda_emulator import Emulator
 from tests.kernels.prefetch_model import PrefetchCase, contended_case, ints, make_case, mixed_case
 from tests.kernels.resident_model import LayerUnderTest
 
+from echokv.kernels.prefetch_args import Candidates
+
 CPU = torch.device("cpu")
 FLOOR = 4096
 pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g+
 def prefetch(
     emulator: Emulator, case: PrefetchCase, most: int, rows_per_unit: int, least: int, **how: Any
 ) -> set[int]:
-    """Make the ready list, prefetch, check; fetch what is late, check. What came in all."""
+    """Make the ready list, prefetch, check. What came in."""
     ready = case.layer.choose(emulator, FLOOR)
     return prefetch_from(emulator, case, ready, most, rows_per_unit, least, **how)
 
@@ -40,24 +42,19 @@ def prefetch_from(
 ) -> set[int]:
     """The same with a ready list that has been made."""
     before = copy.deepcopy(case.layer.model)
-    found, _ = emulator.prefetch(
+    found = Candidates.room(len(case.lens), most, CPU)
+    emulator.prefetch(
         case.scores, case.tables, ints(case.request_rows), ints(case.lens),
-        ints(case.request_slots), case.thresholds, case.enabled, case.fused_layer(FLOOR),
-        most=most, rows_per_unit=rows_per_unit, least=least, **how,
+        ints(case.request_slots), case.thresholds, case.limits, case.fused_layer(FLOOR), found,
+        torch.empty(len(case.lens)), rows_per_unit=rows_per_unit, least=least, **how,
     )  # fmt: skip
     budgets = [case.budget(row, most, rows_per_unit, least) for row in range(len(case.lens))]
-    early = case.check(before, ready, FLOOR, found, budgets)
-    counts, scores = found.counts.clone(), found.scores.clone()
-    emulator.fetch_late(found)
-    assert torch.equal(found.counts, counts) and torch.equal(found.scores, scores)
-    fetched = case.check(before, ready, FLOOR, found, budgets)
-    assert fetched >= early and case.left == 0
-    return fetched
+    return case.check(before, ready, FLOOR, found, budgets)
 
 
 @pytest.mark.parametrize("row_bytes", [16, 656, 2304])
 def test_prefetch(emulator: Emulator, row_bytes: int) -> None:
-    """Requests that share blocks, padding, one without prediction and one switched off."""
+    """Requests that share blocks, padding, one without prediction and some with limits."""
     for seed in range(8):
         case = mixed_case(random.Random(seed), FLOOR, row_bytes)
         assert prefetch(emulator, case, 40, 65536 // 8, 3)
@@ -69,26 +66,33 @@ def test_prefetch_in_many_orders(emulator: Emulator) -> None:
         rng = random.Random(seed)
         case = contended_case(rng, FLOOR)
         prefetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
-                 blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 3]),
-                 fetching=rng.choice([1, 2]))  # fmt: skip
+                 blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 2, 4]),
+                 known=rng.choice([False, True]),
+                 tick=rng.choice([0, 0, 10**5, 10**7]))  # fmt: skip
 
 
-def test_rows_move_before_the_last_score(emulator: Emulator) -> None:
-    """Of a long context, most candidates are fetched by the first launch."""
-    early = 0
-    for seed in range(5):
+def test_nothing_is_claimed_once_the_selection_is_known(emulator: Emulator) -> None:
+    """Of many candidates some are fetched before, none of what was still to come after."""
+    counts = []
+    for seed in range(6):
         rng = random.Random(seed)
         under_test = LayerUnderTest(layer_in_use(rng, 400, 6400, 0.5, FLOOR), CPU, 16)
         case = make_case(rng, under_test, [3000, 3000])
-        case.thresholds.fill_(2.0)
-        under_test.choose(emulator, FLOOR)
-        found, _ = emulator.prefetch(
-            case.scores, case.tables, ints(case.request_rows), ints(case.lens),
-            ints(case.request_slots), case.thresholds, case.enabled, case.fused_layer(FLOOR),
-            most=100, rows_per_unit=0, least=100,
-        )  # fmt: skip
-        early += int((found.host_slots >= 0).sum())
-    assert early > 50
+        case.thresholds.fill_(1.2)
+        counts.append(len(prefetch(emulator, case, 200, 0, 200, known=True)))
+    assert max(counts) < 400 and sum(counts) > 0
+
+
+def test_whoever_waits_too_long_leaves(emulator: Emulator) -> None:
+    """With a clock that runs fast, fetching warps give up while others still score."""
+    counts = []
+    for tick in (0, 10**9):
+        rng = random.Random(4)
+        under_test = LayerUnderTest(layer_in_use(rng, 400, 6400, 0.5, FLOOR), CPU, 16)
+        case = make_case(rng, under_test, [3000, 3000])
+        case.thresholds.fill_(1.2)
+        counts.append(len(prefetch(emulator, case, 300, 0, 300, tick=tick)))
+    assert counts[0] > counts[1]
 
 
 @pytest.mark.parametrize("threshold", [0.0, -torch.inf, torch.inf, torch.nan, -1e30, 1e30])
@@ -104,7 +108,7 @@ def test_hostile_predictions_and_budgets(
 
 
 def test_everything_is_found_where_nothing_is_in_a_hurry(emulator: Emulator) -> None:
-    """Rows of their own, free slots, as few candidates as a ring holds: as many as the budget."""
+    """Rows of their own, free slots, as few candidates as a list holds: as many as the budget."""
     rng = random.Random(6)
     under_test = LayerUnderTest(layer_in_use(rng, 400, 960, 0.3, FLOOR), CPU)
     case = make_case(rng, under_test, [128, 64, 300])
@@ -121,7 +125,7 @@ def test_everything_is_found_where_nothing_is_in_a_hurry(emulator: Emulator) -> 
     )
 
 
-def test_a_ring_holds_a_page_of_candidates(emulator: Emulator) -> None:
+def test_a_list_holds_pages_of_candidates(emulator: Emulator) -> None:
     """All of a page at once, more than a warp takes at a time: none is forgotten."""
     for seed in range(10):
         rng = random.Random(seed)
@@ -130,16 +134,16 @@ def test_a_ring_holds_a_page_of_candidates(emulator: Emulator) -> None:
         case.thresholds.fill_(-torch.inf)
         table = case.tables[0].tolist()
         want = {table[0] * 64 + at for at in range(64)}
-        assert prefetch(emulator, case, 64, 0, 64, blocks=1, scoring=1, fetching=1) == want
+        assert prefetch(emulator, case, 64, 0, 64, blocks=1, scoring=1) == want
 
 
-def test_no_candidate_counts_twice_when_rings_overflow(emulator: Emulator) -> None:
+def test_no_candidate_counts_twice_when_lists_overflow(emulator: Emulator) -> None:
     for seed in range(10):
         rng = random.Random(seed)
         under_test = LayerUnderTest(LayerModel(100, 3200), CPU)
         case = make_case(rng, under_test, [1500, 1100])
         case.thresholds.fill_(-torch.inf)
-        case.enabled.zero_()
+        case.limits.zero_()
         assert prefetch(emulator, case, 2000, 0, 2000, blocks=1) == set()
 
 
@@ -191,11 +195,11 @@ def test_shares_cover_every_page_once(emulator: Emulator, blocks: int) -> None:
         width = 512  # rows beyond it count for no more
         under_test = LayerUnderTest(layer_in_use(rng, 8, 64, 0.0, FLOOR), CPU)
         case = make_case(rng, under_test, [0])
-        _, shares = emulator.prefetch(
+        shares = emulator.prefetch(
             torch.zeros(rows, width), torch.zeros((1, 8), dtype=torch.int32), ints([0] * rows),
-            ints(lens), ints([-1] * rows), case.thresholds, case.enabled,
-            case.fused_layer(FLOOR), most=1, rows_per_unit=0, least=0, blocks=blocks, scoring=1,
-            fetching=1,
+            ints(lens), ints([-1] * rows), case.thresholds, case.limits,
+            case.fused_layer(FLOOR), Candidates.room(rows, 1, CPU), torch.empty(rows),
+            rows_per_unit=0, least=0, blocks=blocks, scoring=1,
         )  # fmt: skip
         pages = [(row, page) for row, n in enumerate(lens)
                  for page in range(-(-min(max(n, 0), width) // 64))]  # fmt: skip

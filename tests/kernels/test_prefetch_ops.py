@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echokv.kernels.prefetch_args import TURN_OFF_BELOW, TURN_ON_FROM, row_budget
+from echokv.kernels.prefetch_args import NO_LIMIT, PROBES, ROWS_FOR_A_USEFUL_ONE, row_budget
 from echokv.memory.slots import BLOCK_TOKENS
 
 NAN, INF = math.nan, math.inf
@@ -32,7 +32,7 @@ class Pass:
     request_rows: list[int]
     request_slots: list[int]
     thresholds: list[float]
-    enabled: list[int]
+    limits: list[int]
     host_to_device: list[int]
 
     def host_slot(self, row: int, position: int) -> int:
@@ -50,7 +50,7 @@ class Pass:
             host_slot, score = self.host_slot(row, position), self.scores[row][position]
             if score >= threshold and self.host_to_device[host_slot] < 0:
                 found.append((host_slot, score))
-        return found[: min(most, least + self.lens[row] * rate // 65536)]
+        return found[: max(0, min(most, least + self.lens[row] * rate // 65536, self.limits[slot]))]
 
 
 def make_pass(lens: list[int], thresholds: list[float], seed: int, resident: float) -> Pass:
@@ -74,7 +74,7 @@ def make_pass(lens: list[int], thresholds: list[float], seed: int, resident: flo
     ]
     return Pass(
         scores, lens, tables, list(range(len(lens))), request_slots, thresholds,
-        [rng.choice([0, 1, 1]) for _ in thresholds],
+        [rng.choice([-3, 0, 1, 9, NO_LIMIT, NO_LIMIT]) for _ in thresholds],
         [rng.randrange(90) if rng.random() < resident else -1 for _ in range(len(blocks) * 64)],
     )  # fmt: skip
 
@@ -92,17 +92,15 @@ def run_candidates(backend, one: Pass, most: int, rate: int, least: int) -> list
     slots, scores, counts = backend.op("prefetch_candidates")(
         floats(one.scores, device), ints(one.lens, device), ints(one.tables, device),
         ints(one.request_rows, device), ints(one.request_slots, device),
-        floats(one.thresholds, device), ints(one.enabled, device),
+        floats(one.thresholds, device), ints(one.limits, device),
         ints(one.host_to_device, device), most=most, rows_per_unit=rate, least=least,
     )  # fmt: skip
     assert slots.shape == scores.shape == (len(one.lens), most)
     for row in range(len(one.lens)):
         want = one.candidates(row, most, rate, least)
         padding = most - len(want)
-        is_on = one.request_slots[row] >= 0 and one.enabled[one.request_slots[row]]
         assert counts[row].item() == len(want)
-        names = [slot for slot, _ in want] if is_on else [-1] * len(want)
-        assert slots[row].tolist() == names + [-1] * padding
+        assert slots[row].tolist() == [slot for slot, _ in want] + [-1] * padding
         assert scores[row].tolist() == [score for _, score in want] + [-INF] * padding
     return [slots, scores, counts]
 
@@ -118,7 +116,7 @@ def test_candidates(backend, lens: list[int], resident: float) -> None:
 @pytest.mark.parametrize("threshold", [0.0, INF, -INF, NAN, -1e30, 1e30])
 def test_hostile_thresholds(backend, threshold: float) -> None:
     one = make_pass([700, 64, 1], [threshold] * 3, 5, 0.5)
-    one.request_slots = [2, 0, 1]
+    one.request_slots, one.limits = [2, 0, 1], [NO_LIMIT] * 3
     _, _, counts = run_candidates(backend, one, MOST, RATE, LEAST)
     assert (counts.sum() > 0) == (threshold <= 0)
 
@@ -138,8 +136,9 @@ def test_a_context_of_a_million_tokens_does_not_overflow_the_budget(backend, laz
     tables = torch.arange(length // BLOCK_TOKENS, dtype=torch.int32, device=device)[None]
     slots, _, counts = backend.op("prefetch_candidates")(
         scores, ints([length], device), tables, ints([0], device), ints([0], device),
-        floats([0.0], device), ints([1], device), torch.full((length,), -1, dtype=torch.int32,
-        device=device), most=4, rows_per_unit=65535, least=0,
+        floats([0.0], device), ints([NO_LIMIT], device),
+        torch.full((length,), -1, dtype=torch.int32, device=device),
+        most=4, rows_per_unit=65535, least=0,
     )  # fmt: skip
     assert slots.tolist() == [list(range(length - 5, length - 1))]
     assert counts.tolist() == [4]
@@ -149,20 +148,16 @@ def learn(
     kth: float, scores: list[float], state: tuple[float, float, int]
 ) -> tuple[float, float, int]:
     """What one row teaches, from the docstring."""
-    old, usefulness, enabled = state
+    old, useful, limit = state
     new = kth
     if math.isfinite(old):
         new = single(single(0.5 * old) + single(0.5 * kth))
+        reached = sum(score >= kth for score in scores)
+        useful = single(0.5 * useful + 0.5 * reached) if math.isfinite(useful) else float(reached)
+        limit = int(PROBES + ROWS_FOR_A_USEFUL_ONE * useful)
     if not math.isfinite(kth):
         new = INF
-    if scores:
-        share = single(sum(score >= kth for score in scores) / len(scores))
-        usefulness = single(0.5 * usefulness + 0.5 * share)
-        if usefulness < TURN_OFF_BELOW:
-            enabled = 0
-        if usefulness >= TURN_ON_FROM:
-            enabled = 1
-    return new, usefulness, enabled
+    return new, useful, limit
 
 
 @pytest.mark.parametrize("most", [1, 7, 64, 300])
@@ -170,20 +165,20 @@ def test_learning(backend, most: int) -> None:
     rng, device, values = random.Random(most), backend.device, [0.0, INF, -INF, NAN, -1e30, 3e38]
     states, rows = 40, 30
     thresholds = [rng.choice([*values, single(rng.gauss(0, 1))]) for _ in range(states)]
-    usefulness = [rng.choice([0.0, 0.25, 0.5, 1.0, single(rng.random())]) for _ in range(states)]
-    enabled = [rng.randrange(2) for _ in range(states)]
+    useful = [rng.choice([0.0, INF, 2000.0, single(9 * rng.random())]) for _ in range(states)]
+    limits = [rng.choice([NO_LIMIT, 8, 90]) for _ in range(states)]
     slots = rng.sample(range(states), rows)
     slots[3] = slots[17] = -1
     kth = [rng.choice([*values[:4], *[single(rng.gauss(0, 1))] * 4]) for _ in range(rows)]
     issued = [rng.randint(0, most) for _ in range(rows)]
     scores = [[single(rng.gauss(0.2, 1)) for _ in range(n)] for n in issued]
     padded = [row + [rng.choice([5.0, -INF])] * (most - len(row)) for row in scores]
-    state = floats(thresholds, device), floats(usefulness, device), ints(enabled, device)
+    state = floats(thresholds, device), floats(useful, device), ints(limits, device)
     backend.op("update_thresholds")(
         ints(slots, device), floats(kth, device), floats(padded, device), ints(issued, device),
         *state,
     )  # fmt: skip
-    want = list(zip(thresholds, usefulness, enabled, strict=True))
+    want = list(zip(thresholds, useful, limits, strict=True))
     for row, slot in enumerate(slots):
         if slot >= 0:
             want[slot] = learn(kth[row], scores[row], want[slot])
@@ -192,32 +187,45 @@ def test_learning(backend, most: int) -> None:
         torch.testing.assert_close(tensor.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_poor_prediction_turns_itself_off_and_on_again(backend) -> None:
-    """Two steps without use lead below a quarter; two good ones back to a half."""
+def test_rows_in_vain_dwindle_to_probes_and_useful_ones_bring_more(backend) -> None:
+    """As many candidates as the limit allows, none useful, then half of them."""
     device = backend.device
-    state = floats([1.0], device), floats([1.0], device), ints([1], device)
-    seen = []
-    for score in [0.0, 0.0, 0.0, 0.0, 9.0, 9.0]:
+    state = floats([1.0], device), floats([INF], device), ints([NO_LIMIT], device)
+    limits = []
+    for share in [0.0] + [0.5] * 8 + [0.0] * 8 + [0.2] * 9:
+        issued = min(state[2].item(), 100)
+        useful = round(share * issued)
+        scores = [2.0] * useful + [0.0] * (100 - useful)
         backend.op("update_thresholds")(
-            ints([0], device), floats([1.0], device), floats([[score] * 4], device),
-            ints([4], device), *state,
+            ints([0], device), floats([1.0], device), floats([scores], device),
+            ints([issued], device), *state,
         )  # fmt: skip
-        seen.append((round(state[1].item(), 6), state[2].item()))
-    assert seen == [(0.5, 1), (0.25, 1), (0.125, 0), (0.0625, 0), (0.53125, 1), (0.765625, 1)]
+        limits.append(state[2].item())
+    assert limits[0] == PROBES
+    assert limits[1:9] == sorted(limits[1:9]) and limits[8] > 100
+    assert limits[9:17] == sorted(limits[9:17], reverse=True) and limits[16] == PROBES
+    assert max(limits[17:]) < 4 * PROBES
 
 
 @pytest.mark.parametrize("entries", [0, 1, 63, 2048, 2049, 5000])
 def test_counting_useful_rows(backend, entries: int) -> None:
+    """Of some layers out of four, in any order."""
     rng, device = random.Random(entries), backend.device
-    host_slots = rng.sample(range(9000), entries) + [-1] * 5
-    mapping = [rng.randrange(-1, 300) for _ in range(9000)]
-    priority = [rng.choice([-1, 7, 8, 9, 15]) for _ in range(300)]
-    total = torch.tensor([2**33], device=device)
+    layers = [2, 0, 3]
+    host_slots = [rng.sample(range(9000), entries) + [-1] * 5 for _ in layers]
+    mapping = [[rng.randrange(-1, 300) for _ in range(9000)] for _ in range(4)]
+    priority = [[rng.choice([-1, 7, 8, 9, 15]) for _ in range(300)] for _ in range(4)]
+    totals = torch.full((4,), 2**33, device=device)
+
+    def table(rows: list[list[int]]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int32, device=device)
+
     backend.op("count_useful")(
-        ints(host_slots, device), ints([8], device), ints(mapping, device), ints(priority, device),
-        total,
+        table(host_slots), ints(layers, device), ints([8], device), table(mapping),
+        table(priority), totals,
     )  # fmt: skip
-    useful = sum(
-        mapping[slot] >= 0 and priority[mapping[slot]] > 8 for slot in host_slots if slot >= 0
-    )
-    assert total.item() == 2**33 + useful
+    useful = [0] * 4
+    for layer, slots in zip(layers, host_slots, strict=True):
+        places = [mapping[layer][slot] for slot in slots if slot >= 0]
+        useful[layer] = sum(place >= 0 and priority[layer][place] > 8 for place in places)
+    assert totals.tolist() == [2**33 + count for count in useful]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from echokv.errors import KernelUnavailable
-from echokv.kernels.cuda import fetch_ahead, fused
+from echokv.kernels.cuda import fused, prefetch
 from echokv.kernels.protocol import (
     Fp8Kernels,
     FusedPrefetch,
@@ -50,7 +50,7 @@ def test_every_op_has_the_protocols_signature(name: str, device: torch.device) -
         assert getattr(kernels, op).__module__ == f"echokv.kernels.{folder_of(name, op)}.{OPS[op]}"
 
 
-@pytest.mark.parametrize("protocol, module", [(FusedRecall, fused), (FusedPrefetch, fetch_ahead)])
+@pytest.mark.parametrize("protocol, module", [(FusedRecall, fused), (FusedPrefetch, prefetch)])
 def test_fused_ops_have_the_protocols_signature(protocol: type, module: ModuleType) -> None:
     """What a wrapper takes beside is for tools, and has a default."""
     ops = [name for name in vars(protocol) if not name.startswith("_")]

@@ -18,10 +18,6 @@ from echokv.kernels.protocol import Kernels
 from echokv.memory.formats import RowFormat
 from echokv.memory.slots import DeviceSlots, HostSlots
 
-LEAST_SELECTED = 10_000
-"""Rows that a decode step selects in a layer, from which on it may recall so many (a thousand and
-more) that having their addresses translated beforehand pays."""
-
 RECALL_BESIDE = True
 """Whether a decode step's rows are recalled beside the products that its query still needs; False
 recalls them where attention asks."""
@@ -106,8 +102,6 @@ class SparseAttention:
             # A prefetch that takes rows in needs to know which are there.
             beside=self._rows_ahead is None,
         )
-        if batch.is_decode and self._may_recall_many(batch):
-            self._cache.expect_recall(layer)
 
     def recalls_beside(self, batch: ForwardBatch) -> bool:
         """Whether `begin_recall` would run beside the caller's next products."""
@@ -187,10 +181,6 @@ class SparseAttention:
         if batch.is_decode:
             return library.decode(*args)
         return library.prefill(*args, first_row=rows.start)
-
-    def _may_recall_many(self, batch: ForwardBatch) -> bool:
-        selected = batch.num_real_tokens * self._topk
-        return selected >= LEAST_SELECTED and batch.num_context_rows > self._cache.capacity
 
     def _fits(self, batch: ForwardBatch, topk: int) -> bool:
         capacity = self._cache.capacity

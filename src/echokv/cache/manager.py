@@ -128,12 +128,6 @@ class CacheManager:
             self._device_pool.rows[layer],
         )
 
-    def expect_recall(self, layer: int) -> None:
-        """See `KVCache`."""
-        if self._ready is not None:
-            with self.side.fork(catches_up=False):
-                self._ready.touch(layer)
-
     def make_resident(
         self,
         layer: int,
@@ -205,7 +199,7 @@ class CacheManager:
         counts, priorities = mine.counts, mine.unranked[: wanted.shape[0]]
         missing = mine.slots.reserve(layer, wanted, priorities, counts, RECALLED, mine.num_hits)
         self._recall(layer, missing, counts, mine.slots)
-        mine.note(layer, missing, counted=False)
+        mine.note(layer, missing)
 
     def fused_layer(self, layer: int) -> FusedLayer | None:
         """A layer as a fused prefetch takes it; None where the backend has no ready lists."""
@@ -213,14 +207,14 @@ class CacheManager:
             return None
         return replace(self._ready.use(layer), totals=self._prefetched.totals[layer])
 
-    def note_prefetch(self, layer: int, host_slots: Tensor) -> None:
-        """Say what a fused prefetch has fetched, as the last thing of it on the side stream.
+    def count_useful(self, layers: Tensor, host_slots: Tensor) -> None:
+        """Say what fused prefetches have fetched in this step; at its end.
 
         Args:
-            layer: decoder layer.
-            host_slots: [T, m] int32, distinct; negative for none.
+            layers: [N] int32, decoder layers.
+            host_slots: [N, M] int32, distinct within a row; negative for none.
         """
-        self._prefetched.note(layer, host_slots.flatten(), counted=True)
+        self._prefetched.count_useful(layers, host_slots)
 
     def _recall(self, layer: int, missing: Tensor, counts: Tensor, slots: Reserver) -> None:
         """Copy to the device what `reserve` found absent."""

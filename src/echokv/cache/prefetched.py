@@ -9,7 +9,6 @@ from echokv.cache.state import CacheState
 from echokv.kernels.cache_args import WORKSPACE_INTS
 from echokv.kernels.fused_layer import TOTALS
 from echokv.kernels.protocol import Kernels
-from echokv.memory.slots import HostSlots
 
 
 class PrefetchedRows:
@@ -35,25 +34,30 @@ class PrefetchedRows:
         self.num_hits = torch.zeros(1, dtype=torch.int32, device=device)
         self.totals = torch.zeros((layers, TOTALS), dtype=torch.int64, device=device)
         self.useful = torch.zeros(layers, dtype=torch.int64, device=device)
+        self._every = torch.arange(layers, dtype=torch.int32, device=device)
 
-    def note(self, layer: int, host_slots: Tensor, *, counted: bool) -> None:
-        """Count what was just fetched, and how much of it was selected, when that is known.
+    def note(self, layer: int, host_slots: Tensor) -> None:
+        """Count what `counts` says was just fetched, and how much of it is selected, when known.
 
         Args:
             layer: decoder layer.
             host_slots: [M] int32, distinct; negative for none.
-            counted: whether the totals have it already; else `counts` has.
         """
-        self._side.later(lambda: self._settle(layer, HostSlots(host_slots), counted))
+        self._side.later(lambda: self._settle(layer, host_slots))
 
-    def _settle(self, layer: int, host_slots: HostSlots, counted: bool) -> None:
+    def _settle(self, layer: int, host_slots: Tensor) -> None:
         """After the layer's `make_resident`, before the next prefetch and before the step ends."""
-        if not counted:
-            self.totals[layer].add_(self.counts)
+        self.totals[layer].add_(self.counts)
+        self.count_useful(self._every[layer : layer + 1], host_slots[None])
+
+    def count_useful(self, layers: Tensor, host_slots: Tensor) -> None:
+        """Count the rows that were selected among what was fetched in this step.
+
+        Args:
+            layers: [N] int32, decoder layers, all of whose selections are resident.
+            host_slots: [N, M] int32, distinct within a row; negative for none.
+        """
+        state = self._state
         self._kernels.count_useful(
-            host_slots,
-            self._state.floor,
-            self._state.host_to_device[layer],
-            self._state.priority[layer],
-            self.useful[layer : layer + 1],
+            host_slots, layers, state.floor, state.host_to_device, state.priority, self.useful
         )

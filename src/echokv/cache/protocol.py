@@ -82,14 +82,6 @@ class KVCache(Protocol):
         """
         ...
 
-    def expect_recall(self, layer: int) -> None:
-        """Say that many rows will be recalled after what the current stream does next.
-
-        Args:
-            layer: decoder layer.
-        """
-        ...
-
     def make_resident(
         self,
         layer: int,

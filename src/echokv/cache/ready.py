@@ -95,14 +95,6 @@ class ReadyLists:
         """
         self._fused.append_rows(host_slots, rows, self.use(layer))
 
-    def touch(self, layer: int) -> None:
-        """Have a layer's host rows found fast by a recall some microseconds later.
-
-        Args:
-            layer: decoder layer.
-        """
-        self._fused.touch_pages(self._host_pool.rows[layer], self._state.priority.device)
-
     def use(self, index: int) -> FusedLayer:
         """A layer as ops take it that take names off its list."""
         state = self._state.layer(index)

@@ -66,9 +66,6 @@ class ResidentCache:
         if layer == 0:
             self._written.index_fill_(0, host_slots.long(), True)  # -1 wraps to the spare entry
 
-    def expect_recall(self, layer: int) -> None:
-        """Nothing is ever recalled."""
-
     def make_resident(
         self,
         layer: int,

@@ -96,8 +96,8 @@ ENGINE_FLAGS = (
     Flag(
         names=("--prefetch",),
         field="prefetch",
-        help="move KV rows early: in decode on predictions, in prefill while the next queries are"
-        " scored: auto (where it was measured to pay), on or off",
+        help="move KV rows of decode steps early, on predictions: auto (where it was measured to"
+        " pay), on or off",
     ),
     Flag(
         names=("--max-model-len",),

@@ -6,6 +6,7 @@ import torch
 
 from echokv.config import EngineConfig, ModelConfig
 from echokv.errors import ConfigError
+from echokv.kernels.prefetch_args import FUSED_HEAD_DIM, FUSED_HEADS
 from echokv.kernels.registry import auto_backend
 from echokv.memory.formats import FP8_GROUP
 
@@ -13,10 +14,10 @@ _DTYPES = ("float32", "bfloat16")
 _FP8_CAPABILITY = (8, 9)
 _FP8_BLOCK = (128, 128)
 
-PREFETCH_PAYS_ON: tuple[str, ...] = ()
-"""Backends on which --prefetch auto means on (docs/prefetch.md). Triton: op by op it costs more
-launches than it hides, 0.86x to 1.08x on an H200. reference: a CPU has nothing to hide it behind.
-cuda, one launch beside the top-k: 0.86x to 1.09x with the demo model's prediction error."""
+PREFETCH_PAYS = False
+"""Whether --prefetch auto means on where rows can move while scores are made. The segment of
+indexer, top-k and recall gains there (docs/prefetch.md); a decode step of five layers, whose recall
+is hidden beside the query's products anyway, took 1.014 times as long with recorded predictions."""
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -29,14 +30,18 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     dtype = _dtype(config, device)
     backend = _backend(config, device)
     kv_cache_dtype = _kv_cache_dtype(config, model, device, dtype)
+    index_key_dtype = _index_key_dtype(config, kv_cache_dtype, dtype)
     return dataclasses.replace(
         config,
         device=device,
         backend=backend,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
-        index_key_dtype=_index_key_dtype(config, kv_cache_dtype, dtype),
-        prefetch=_prefetch(config, backend),
+        index_key_dtype=index_key_dtype,
+        prefetch=_prefetch(
+            config,
+            PREFETCH_PAYS and moves_rows_while_scoring(config, model, backend, index_key_dtype),
+        ),
         max_model_len=_max_model_len(config, model),
     )
 
@@ -103,14 +108,36 @@ def _index_key_dtype(config: EngineConfig, kv_cache_dtype: str, dtype: str) -> s
     return "fp8" if kv_cache_dtype == "fp8_ds_mla" else dtype
 
 
-def _prefetch(config: EngineConfig, backend: str) -> str:
+def moves_rows_while_scoring(
+    config: EngineConfig, model: ModelConfig, backend: str, index_key_dtype: str
+) -> bool:
+    """Whether rows can move while scores are made, which is where prefetch may pay.
+
+    Op by op, as elsewhere, it costs more launches than it hides (docs/prefetch.md).
+
+    Args:
+        config: `indexer_kernel` is used.
+        model: the checkpoint's.
+        backend: decided.
+        index_key_dtype: decided.
+    """
+    return (
+        backend == "cuda"
+        and config.indexer_kernel != "deepgemm"
+        and index_key_dtype == "fp8"
+        and model.index_head_dim == FUSED_HEAD_DIM
+        and model.index_n_heads in FUSED_HEADS
+    )
+
+
+def _prefetch(config: EngineConfig, pays: bool) -> str:
     if config.prefetch not in ("auto", "on", "off"):
         raise ConfigError(f"--prefetch {config.prefetch!r} is not one of auto, on, off")
     if config.prefetch == "on" and not config.offload:
         raise ConfigError("--prefetch on contradicts --no-offload, which has nothing to fetch")
     if config.prefetch != "auto":
         return config.prefetch
-    return "on" if config.offload and backend in PREFETCH_PAYS_ON else "off"
+    return "on" if config.offload and pays else "off"
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

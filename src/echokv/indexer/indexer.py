@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch
-from echokv.indexer.prefetch import QUERY_BLOCK, Prefetcher
+from echokv.indexer.prefetch import Prefetcher
 from echokv.kernels.protocol import Kernels
 from echokv.kernels.reference.index_scores import score_width
 from echokv.memory.formats import IndexKeyFormat
@@ -99,6 +99,8 @@ class Indexer:
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Prepare what the scores of all layers share; called before the first layer of a pass."""
+        if self._prefetcher is not None:
+            self._prefetcher.begin_pass(batch)
         scores = self._kernels.scheduled_scores
         if scores is not None:
             self._schedules = [
@@ -132,12 +134,10 @@ class Indexer:
             weights: [T, H] float32, times H^-0.5 already.
             batch: the pass; its keys must have been appended.
         """
-        blocks = self._recalled_in_blocks(batch)
-        pieces: list[Selection] = []
-        for number, rows in enumerate(self._pieces(batch)):
-            if blocks is not None and pieces:
-                blocks.recall_block(index_layer, pieces[-1].host_slots, pieces[-1].scores, batch)
-            pieces.append(self._select_rows(index_layer, query, weights, batch, number, rows))
+        pieces = [
+            self._select_rows(index_layer, query, weights, batch, number, rows)
+            for number, rows in enumerate(self._pieces(batch))
+        ]
         if len(pieces) == 1:
             return pieces[0]
         return Selection(
@@ -147,16 +147,9 @@ class Indexer:
             kth_scores=torch.cat([piece.kth_scores for piece in pieces]),
         )
 
-    def _recalled_in_blocks(self, batch: ForwardBatch) -> Prefetcher | None:
-        """Who recalls the blocks of a prefill pass, where they are."""
-        prefetcher = self._prefetcher
-        return prefetcher if prefetcher is not None and prefetcher.recalls_blocks(batch) else None
-
     def _pieces(self, batch: ForwardBatch) -> list[slice]:
         """The rows of a pass, cut so that the scores of each piece fit their bound."""
         step = rows_per_score_piece(batch.max_context_len)
-        if self._recalled_in_blocks(batch) is not None:
-            step = min(step, QUERY_BLOCK)
         return [slice(start, start + step) for start in range(0, batch.num_tokens, step)]
 
     def _select_rows(
@@ -169,31 +162,19 @@ class Indexer:
         rows: slice,
     ) -> Selection:
         request_rows, context_lens = batch.request_rows[rows], batch.context_lens[rows]
-        # Scores that are made in pieces are those of prefill, or of contexts without end.
-        prefetcher = self._prefetcher if request_rows.shape[0] == batch.num_tokens else None
-        if prefetcher is not None:
-            prefetcher.prepare(batch)
-        scheduled = self._kernels.scheduled_scores
         keys = (self._pages[index_layer], self._fmt)
-        if scheduled is not None:
-            scores = scheduled.index_scores(
-                query[rows], weights[rows], *keys, self._schedules[piece]
-            )
-        else:
-            scores = self._kernels.index_scores(
-                query[rows],
-                weights[rows],
-                *keys,
-                batch.block_tables,
-                request_rows,
-                context_lens,
-                batch.max_context_len,
-            )  # [t, W]
-        if prefetcher is not None:
-            prefetcher.start(index_layer, scores, batch)
-        positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
-        if prefetcher is not None:
+        prefetcher = self._prefetcher
+        whole = request_rows.shape[0] == batch.num_tokens
+        if prefetcher is not None and prefetcher.is_on and whole:
+            scores = prefetcher.score(index_layer, query, weights, *keys, batch)
+            if scores is None:
+                scores = self._scores(query, weights, keys, batch, piece, rows)
+                prefetcher.start(index_layer, scores, batch)
+            positions, kth_scores = prefetcher.topk(index_layer, scores, batch)
             prefetcher.learn(index_layer, kth_scores, batch)
+        else:
+            scores = self._scores(query[rows], weights[rows], keys, batch, piece, rows)
+            positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
         slots, selected = self._kernels.name_rows(
             positions, scores, request_rows, batch.block_tables
         )
@@ -202,4 +183,27 @@ class Indexer:
             host_slots=HostSlots(slots),
             scores=selected,
             kth_scores=kth_scores,
+        )
+
+    def _scores(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        keys: tuple[Tensor, IndexKeyFormat],
+        batch: ForwardBatch,
+        piece: int,
+        rows: slice,
+    ) -> Tensor:
+        """[t, W] float32 of some rows of a pass."""
+        scheduled = self._kernels.scheduled_scores
+        if scheduled is not None:
+            return scheduled.index_scores(query, weights, *keys, self._schedules[piece])
+        return self._kernels.index_scores(
+            query,
+            weights,
+            *keys,
+            batch.block_tables,
+            batch.request_rows[rows],
+            batch.context_lens[rows],
+            batch.max_context_len,
         )

@@ -1,11 +1,11 @@
-"""Intra-query prefetch (ECHO paper, section 5.1): rows move while the top-k is being found.
+"""Intra-query prefetch (ECHO paper, section 5.1): rows move before they are selected.
 
-Once a decode step's scores are there, rows that beat the predicted k-th score and aren't resident
-are fetched on a side stream. The exact top-k then decides what is attended, and `make_resident`
-fetches what is still missing: a wrong prediction costs time, never a token.
+In a decode step, rows that beat the predicted k-th score and aren't resident are fetched on a side
+stream, while scores are made where the backend can, and while the top-k is found. The exact top-k
+then decides what is attended, and `make_resident` fetches what is still missing: a wrong prediction
+costs time, never a token.
 
-Inter-query prefetch, in prefill: once a block of queries has its exact top-k, its rows are recalled
-on the side stream while the next block is scored. docs/prefetch.md has both protocols.
+docs/prefetch.md has the protocol, and why prefill doesn't prefetch.
 """
 
 from dataclasses import dataclass
@@ -13,27 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echokv.cache.batch import ForwardBatch, fits_at_once
+from echokv.cache.batch import ForwardBatch
 from echokv.cache.manager import CacheManager
 from echokv.indexer.threshold import Predictions
-from echokv.kernels.prefetch_args import BUDGET_UNIT, row_budget
-from echokv.kernels.protocol import FusedPrefetch, Kernels
-from echokv.memory.formats import RowFormat
-from echokv.memory.slots import NO_SLOT, HostSlots
+from echokv.kernels.prefetch_args import BUDGET_UNIT, Candidates, row_budget
+from echokv.kernels.protocol import Kernels
+from echokv.memory.formats import IndexKeyFormat, RowFormat
+from echokv.memory.slots import HostSlots
 
-ROW_BYTES_PER_TOKEN = 1.64
-"""Bytes that PCIe moves while the indexer reads one token's key: 0.0025 rows of 656 B, 0.0014 of
-1152 B, at 52 GB/s against 132 B at 4.2 TB/s."""
-
-QUERY_BLOCK = 256
-"""Queries that are scored together in a prefill pass, so that their rows move beside the next."""
+ROW_BYTES_PER_TOKEN = 9.84
+"""Of a request's budget: 0.015 rows of 656 B a token, six times what PCIe moves while the indexer
+reads the token's key (52 GB/s against 132 B at 4.2 TB/s). The top-k's time comes on top, and other
+requests may need less; what is asked for too much stops when the selection is known."""
 
 LEAST_ROWS = 16
 """Budget of a request whose context is short."""
-
-LEAST_SCORED = 0
-"""Tokens that a pass must score, at most requests x the bound on their contexts, for prefetch to be
-worth its launches; known before a graph is captured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,28 +39,18 @@ class PrefetchBudget:
 
     @classmethod
     def of(cls, fmt: RowFormat) -> "PrefetchBudget":
-        """As many as PCIe moves while the indexer scores the context."""
+        """As many as could move while one long context among short ones is scored and selected."""
         return cls(
             rows_per_unit=round(ROW_BYTES_PER_TOKEN * BUDGET_UNIT / fmt.row_bytes), least=LEAST_ROWS
         )
 
 
-@dataclass(frozen=True)
-class _Lists:
-    """What one layer's prefetch finds."""
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """What the fused prefetches of a pass find, L index layers after each other."""
 
-    host_slots: Tensor  # [T, most] int32: fetched ones; negative elsewhere
-    scores: Tensor  # [T, most] float32, of the candidates
-    counts: Tensor  # [T] int32: candidates
-
-    @classmethod
-    def empty(cls, rows: int, most: int, device: torch.device) -> "_Lists":
-        """Nothing found."""
-        return cls(
-            torch.full((rows, most), NO_SLOT, dtype=torch.int32, device=device),
-            torch.empty((rows, most), dtype=torch.float32, device=device),
-            torch.zeros(rows, dtype=torch.int32, device=device),
-        )
+    found: Candidates  # of [L * T] rows
+    kth_scores: Tensor  # [L, T] float32
 
 
 class Prefetcher:
@@ -97,12 +81,13 @@ class Prefetcher:
         self._budget = budget
         self._index_layers = index_layers
         self._topk = topk
-        self._most = 0  # columns of this pass's lists; 0: it has none
-        self._lists: _Lists | None = None  # of the layer whose scores are being made or used
-        self._fused = kernels.fused_prefetch
-        layer = cache.fused_layer(0)
-        if layer is None or self._fused is None or not self._fused.fetches_rows_of(layer):
-            self._fused = None
+        self._most = 0  # columns of this pass's candidates; 0: it has none
+        self._found: Candidates | None = None  # op by op, in the layer whose scores are being used
+        self._pass: _Pass | None = None
+        self._fused = None if kernels.scheduled_scores is not None else kernels.fused_prefetch
+        device = predictions.thresholds.device
+        self._lists = None if self._fused is None else self._fused.candidate_lists(device)
+        self._decoder_layers = torch.tensor(index_layers, dtype=torch.int32, device=device)
 
     def rows_per_request(self, batch: ForwardBatch) -> int:
         """Columns of candidates in this pass, from what is known before it runs; 0: no prefetch.
@@ -113,75 +98,133 @@ class Prefetcher:
         if not batch.is_decode:
             return 0
         tokens, capacity = batch.num_real_tokens, self._cache.capacity
-        if tokens * batch.max_context_len < LEAST_SCORED:
-            return 0
         # Whatever is fetched belongs to the contexts: where all of those fit, everything does.
         taken = 0 if batch.num_context_rows <= capacity else tokens * (self._topk + 1)
         most = min((capacity - taken) // tokens, batch.max_context_len)
         budget = self._budget
         return max(0, row_budget(batch.max_context_len, most, budget.rows_per_unit, budget.least))
 
-    def recalls_blocks(self, batch: ForwardBatch) -> bool:
-        """Whether a prefill pass is selected in blocks, each recalled beside the next.
-
-        Only where the pass fits the pool at once: elsewhere a piece's rows would have to fit it
-        beside those of the next, and pieces of half the length cost more than that hides.
-        """
-        tokens, rows = batch.num_real_tokens, batch.num_context_rows
-        fits = fits_at_once(tokens, self._topk, rows, self._cache.capacity)
-        return not batch.is_decode and fits and tokens > QUERY_BLOCK
-
-    def recall_block(
-        self, index_layer: int, host_slots: HostSlots, scores: Tensor, batch: ForwardBatch
-    ) -> None:
-        """Fetch what a block of queries has selected, on the side stream.
-
-        Args:
-            index_layer: place among the layers that have an indexer.
-            host_slots: [t, k] int32, the block's exact selection.
-            scores: [t, k] float32, its scores.
-            batch: the pass, one for which `recalls_blocks` holds.
-        """
-        self._cache.recall_ahead(
-            self._index_layers[index_layer],
-            host_slots,
-            scores,
-            max_distinct=batch.num_context_rows,
-        )
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Make room for what one layer's prefetch will find; before the layer's scores are made.
-
-        Without this call `start` and `learn` do nothing; nor do they where nothing may be fetched.
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """Decide whether a pass prefetches; before its first layer.
 
         Args:
             batch: any pass.
         """
-        self._most, rows = self.rows_per_request(batch), batch.num_real_tokens
-        if self._most == 0:
-            return
-        with self._cache.side.fork():
-            if self._fused is not None:
-                self._lists = _Lists.empty(rows, self._most, self.predictions.thresholds.device)
+        self._most, self._pass = self.rows_per_request(batch), None
 
-    def start(self, index_layer: int, scores: Tensor, batch: ForwardBatch) -> None:
-        """Begin to fetch what the predictions name, on the side stream.
+    @property
+    def is_on(self) -> bool:
+        """Whether this pass prefetches: then its layers go through `score` to `learn`."""
+        return self._most > 0
+
+    def score(
+        self,
+        index_layer: int,
+        query: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        fmt: IndexKeyFormat,
+        batch: ForwardBatch,
+    ) -> Tensor | None:
+        """Scores of a layer while rows move, on the side stream, that they name.
+
+        Args:
+            index_layer: place among the layers that have an indexer.
+            query: [T, H, D] of all rows of the pass; the rest as `Kernels.index_scores` takes it.
+            weights: [T, H] float32.
+            pages: [n_pages, page_bytes] uint8 of the layer.
+            fmt: of the pages.
+            batch: the pass.
+
+        Returns:
+            [T, W] float32; None where the backend can't: then `start` has the scores fetched.
+        """
+        fused, layer = self._fused, self._index_layers[index_layer]
+        target = self._cache.fused_layer(layer)
+        if target is None or fused is None or not fused.fetches(query, pages, fmt, target):
+            return None
+        here = self._pass or self._begin_fused(batch)
+        assert self._lists is not None and batch.request_slots is not None
+        rows = batch.num_tokens
+        return fused.index_scores_prefetch(
+            query,
+            weights,
+            pages,
+            fmt,
+            batch.block_tables,
+            batch.request_rows,
+            batch.context_lens,
+            batch.max_context_len,
+            batch.request_slots,
+            self.predictions.thresholds[index_layer],
+            self.predictions.limits[index_layer],
+            target,
+            self._lists,
+            here.found.rows(index_layer * rows, (index_layer + 1) * rows),
+            here.kth_scores[index_layer],
+            lambda: self._cache.side.fork(catches_up=False),
+            rows_per_unit=self._budget.rows_per_unit,
+            least=self._budget.least,
+        )
+
+    def _begin_fused(self, batch: ForwardBatch) -> _Pass:
+        """Room for what the layers of a pass find; it is learnt from at the end of the step."""
+        layers, rows = len(self._index_layers), batch.num_tokens
+        device = self.predictions.thresholds.device
+        here = _Pass(
+            found=Candidates.room(layers * rows, self._most, device),
+            kth_scores=torch.empty((layers, rows), dtype=torch.float32, device=device),
+        )
+        self._pass = here
+        self._cache.side.later(lambda: self._learn_all(here, batch))
+        return here
+
+    def _learn_all(self, here: _Pass, batch: ForwardBatch) -> None:
+        """What `learn` does for one layer, for all of them."""
+        state, slots = self.predictions, batch.request_slots
+        assert slots is not None
+        layers, request_slots = state.thresholds.shape
+        firsts = torch.arange(layers, dtype=torch.int32, device=slots.device) * request_slots
+        entries = torch.where(slots >= 0, slots + firsts[:, None], -1)  # [L, T]
+        self._kernels.update_thresholds(
+            entries.flatten(),
+            here.kth_scores.flatten(),
+            here.found.scores,
+            here.found.counts,
+            state.thresholds.view(-1),
+            state.useful.view(-1),
+            state.limits.view(-1),
+        )
+        self._cache.count_useful(self._decoder_layers, here.found.host_slots.view(layers, -1))
+
+    def topk(self, index_layer: int, scores: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """The top-k of the layer that `score` or `start` was called for.
 
         Args:
             index_layer: place among the layers that have an indexer.
             scores: [T, W] float32 of all rows of the pass.
-            batch: the pass that was prepared for.
-        """
-        if self._most == 0:
-            return
-        with self._cache.side.fork(scores):
-            if self._fused is None:
-                self._lists = self._fetch(index_layer, scores, batch)
-            else:
-                self._fetch_fused(self._fused, index_layer, scores, batch)
+            batch: the pass.
 
-    def _fetch(self, index_layer: int, scores: Tensor, batch: ForwardBatch) -> _Lists:
-        """Op by op."""
+        Returns:
+            what `Kernels.topk` does.
+        """
+        if self._pass is None or self._fused is None:
+            return self._kernels.topk(scores, batch.context_lens, self._topk)
+        kth_scores = self._pass.kth_scores[index_layer]
+        return self._fused.topk(scores, batch.context_lens, self._topk, kth_scores)
+
+    def start(self, index_layer: int, scores: Tensor, batch: ForwardBatch) -> None:
+        """Begin to fetch what the predictions name, on the side stream, op by op.
+
+        Args:
+            index_layer: place among the layers that have an indexer.
+            scores: [T, W] float32 of all rows of the pass.
+            batch: the pass.
+        """
+        with self._cache.side.fork(scores):
+            self._found = self._fetch(index_layer, scores, batch)
+
+    def _fetch(self, index_layer: int, scores: Tensor, batch: ForwardBatch) -> Candidates:
         layer, real = self._index_layers[index_layer], batch.num_real_tokens
         assert batch.request_slots is not None
         found = self._kernels.prefetch_candidates(
@@ -191,39 +234,15 @@ class Prefetcher:
             batch.request_rows[:real],
             batch.request_slots[:real],
             self.predictions.thresholds[index_layer],
-            self.predictions.enabled[index_layer],
+            self.predictions.limits[index_layer],
             self._cache.state.host_to_device[layer],
             most=self._most,
             rows_per_unit=self._budget.rows_per_unit,
             least=self._budget.least,
         )
-        lists = _Lists(*found)
-        self._cache.prefetch(layer, HostSlots(lists.host_slots))
-        return lists
-
-    def _fetch_fused(
-        self, fused: FusedPrefetch, index_layer: int, scores: Tensor, batch: ForwardBatch
-    ) -> None:
-        """In one launch."""
-        layer, real, lists = self._index_layers[index_layer], batch.num_real_tokens, self._lists
-        target = self._cache.fused_layer(layer)
-        assert lists is not None and target is not None and batch.request_slots is not None
-        fused.fetch_ahead(
-            scores[:real],
-            batch.context_lens[:real],
-            batch.block_tables,
-            batch.request_rows[:real],
-            batch.request_slots[:real],
-            self.predictions.thresholds[index_layer],
-            self.predictions.enabled[index_layer],
-            target,
-            lists.host_slots,
-            lists.scores,
-            lists.counts,
-            rows_per_unit=self._budget.rows_per_unit,
-            least=self._budget.least,
-        )
-        self._cache.note_prefetch(layer, lists.host_slots)
+        host_slots, found_scores, counts = found
+        self._cache.prefetch(layer, HostSlots(host_slots))
+        return Candidates(host_slots=host_slots, scores=found_scores, counts=counts)
 
     def learn(self, index_layer: int, kth_scores: Tensor, batch: ForwardBatch) -> None:
         """Compare the predictions of the layer that was started with the truth.
@@ -233,8 +252,8 @@ class Prefetcher:
             kth_scores: [T] float32 of all rows of the pass.
             batch: the pass.
         """
-        lists, self._lists = self._lists, None
-        if lists is None:
+        found, self._found = self._found, None
+        if found is None:  # `score` puts it off to the end of the step
             return
         real, slots = batch.num_real_tokens, batch.request_slots
         assert slots is not None
@@ -243,10 +262,10 @@ class Prefetcher:
             lambda: self._kernels.update_thresholds(
                 slots[:real],
                 kth_scores[:real],
-                lists.scores,
-                lists.counts,
+                found.scores,
+                found.counts,
                 predictions.thresholds[index_layer],
-                predictions.usefulness[index_layer],
-                predictions.enabled[index_layer],
+                predictions.useful[index_layer],
+                predictions.limits[index_layer],
             )
         )

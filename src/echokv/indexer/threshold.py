@@ -10,14 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from echokv.kernels.prefetch_args import NO_LIMIT
+
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
     """Predictions of L index layers for S request slots."""
 
     thresholds: Tensor  # [L, S] float32: predicted k-th score; +inf: no prediction
-    usefulness: Tensor  # [L, S] float32 in [0, 1]: share of candidates that were selected
-    enabled: Tensor  # [L, S] int32: 0 where predictions were too poor to act on
+    useful: (
+        Tensor  # [L, S] float32: rows a step that were absent, named and selected; +inf: unknown
+    )
+    limits: Tensor  # [L, S] int32: rows that experience allows, whatever the budget by length
 
     @classmethod
     def create(cls, index_layers: int, request_slots: int, device: torch.device) -> "Predictions":
@@ -25,8 +29,8 @@ class Predictions:
         shape = (index_layers, request_slots)
         predictions = cls(
             thresholds=torch.empty(shape, dtype=torch.float32, device=device),
-            usefulness=torch.empty(shape, dtype=torch.float32, device=device),
-            enabled=torch.empty(shape, dtype=torch.int32, device=device),
+            useful=torch.empty(shape, dtype=torch.float32, device=device),
+            limits=torch.empty(shape, dtype=torch.int32, device=device),
         )
         predictions.forget(range(request_slots))
         return predictions
@@ -35,5 +39,5 @@ class Predictions:
         """Start anew for requests that begin to run; doesn't wait for the device."""
         for slot in request_slots:
             self.thresholds[:, slot].fill_(torch.inf)
-            self.usefulness[:, slot].fill_(1.0)
-            self.enabled[:, slot].fill_(1)
+            self.useful[:, slot].fill_(torch.inf)
+            self.limits[:, slot].fill_(NO_LIMIT)

@@ -1,8 +1,10 @@
-"""What the prefetch ops of every backend share: constants of the prediction, argument checks.
+"""What the prefetch ops of every backend share: constants, what they find, argument checks.
 
 Knows no backend. A request slot is a running request's number, below --max-num-seqs; the state of
 one index layer is three tensors with an entry for each.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,22 +14,67 @@ from echokv.kernels.checks import check_tensor
 EMA_ALPHA = 0.5
 """Weight of the past in the predicted k-th score (ECHO paper, section 5.1)."""
 
-USEFULNESS_ALPHA = 0.5
-"""Weight of the past in the share of prefetched rows that were selected."""
+USEFUL_ALPHA = 0.5
+"""Weight of the past in the number of useful rows."""
 
-TURN_OFF_BELOW = 0.25
-"""A request whose usefulness falls below this in a layer stops prefetching there."""
+ROWS_FOR_A_USEFUL_ONE = 4
+"""Rows that a request may fetch in a layer for each that was useful of late. So what it gets
+dwindles to PROBES where fewer than one in four is useful, or few are missing, and grows otherwise.
+"""
 
-TURN_ON_FROM = 0.5
-"""And begins again when it is at least this."""
+PROBES = 8
+"""Rows that it may fetch in any case, to see whether things have changed."""
+
+NO_LIMIT = 1 << 30
+"""The limit of a request that nothing is known about."""
+
+FUSED_HEAD_DIM, FUSED_HEADS = 128, (32, 64)
+"""Dimensions of a key, and heads of a query, for which rows can move while scores are made: the
+CUDA kernels' of fp8 keys."""
 
 BUDGET_UNIT = 1 << 16
 """Tokens of context that a budget's `rows_per_unit` is for."""
 
 
-def row_budget(context_len: int, most: int, rows_per_unit: int, least: int) -> int:
-    """Rows that one request may prefetch in one layer and step: proportional to its context."""
-    return min(most, least + context_len * rows_per_unit // BUDGET_UNIT)
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What a prefetch of T rows finds."""
+
+    host_slots: Tensor  # [T, most] int32: distinct ones that were fetched; negative elsewhere
+    scores: Tensor  # [T, most] float32: of the candidates, fetched or not; -inf past them
+    counts: Tensor  # [T] int32: candidates
+
+    @classmethod
+    def room(cls, rows: int, most: int, device: torch.device) -> "Candidates":
+        """For some; who fills it empties it first."""
+        return cls(
+            host_slots=torch.empty((rows, most), dtype=torch.int32, device=device),
+            scores=torch.empty((rows, most), dtype=torch.float32, device=device),
+            counts=torch.empty(rows, dtype=torch.int32, device=device),
+        )
+
+    def rows(self, start: int, end: int) -> "Candidates":
+        """Those of some rows, in place."""
+        return Candidates(
+            host_slots=self.host_slots[start:end],
+            scores=self.scores[start:end],
+            counts=self.counts[start:end],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateLists:
+    """What blocks that score list for those that fetch; launches use them one after the other."""
+
+    entries: Tensor  # [blocks, lists, entries, 4] int32; see Listed in kernels/cuda/prefetch.cuh
+    epoch: Tensor  # [1] int32, raised before each launch: entries of any other are stale
+
+
+def row_budget(
+    context_len: int, most: int, rows_per_unit: int, least: int, limit: int = NO_LIMIT
+) -> int:
+    """Rows that one request may prefetch in one layer and step: by its context and experience."""
+    return max(0, min(most, least + context_len * rows_per_unit // BUDGET_UNIT, limit))
 
 
 def check_candidates_args(
@@ -37,7 +84,7 @@ def check_candidates_args(
     request_rows: Tensor,
     request_slots: Tensor,
     thresholds: Tensor,
-    enabled: Tensor,
+    limits: Tensor,
     host_to_device: Tensor,
     most: int,
 ) -> None:
@@ -53,7 +100,7 @@ def check_candidates_args(
         check_tensor(name, tensor, (rows,), torch.int32, device=device)
     check_tensor("block_tables", block_tables, (None, None), torch.int32, device=device)
     check_tensor("thresholds", thresholds, (None,), torch.float32, device=device)
-    check_tensor("enabled", enabled, (thresholds.shape[0],), torch.int32, device=device)
+    check_tensor("limits", limits, (thresholds.shape[0],), torch.int32, device=device)
     check_tensor("host_to_device", host_to_device, (None,), torch.int32, device=device)
     if most < 1:
         raise ValueError(f"most must be at least 1, got {most}")
@@ -65,8 +112,8 @@ def check_learn_args(
     candidate_scores: Tensor,
     num_candidates: Tensor,
     thresholds: Tensor,
-    usefulness: Tensor,
-    enabled: Tensor,
+    useful: Tensor,
+    limits: Tensor,
 ) -> None:
     """Raise ValueError unless `update_thresholds` can take these."""
     device = thresholds.device
@@ -77,17 +124,24 @@ def check_learn_args(
     check_tensor("num_candidates", num_candidates, (rows,), torch.int32, device=device)
     check_tensor("thresholds", thresholds, (None,), torch.float32)
     slots = thresholds.shape[0]
-    check_tensor("usefulness", usefulness, (slots,), torch.float32, device=device)
-    check_tensor("enabled", enabled, (slots,), torch.int32, device=device)
+    check_tensor("useful", useful, (slots,), torch.float32, device=device)
+    check_tensor("limits", limits, (slots,), torch.int32, device=device)
 
 
 def check_useful_args(
-    host_slots: Tensor, floor: Tensor, host_to_device: Tensor, priority: Tensor, total: Tensor
+    host_slots: Tensor,
+    layers: Tensor,
+    floor: Tensor,
+    host_to_device: Tensor,
+    priority: Tensor,
+    totals: Tensor,
 ) -> None:
     """Raise ValueError unless `count_useful` can take these."""
     device = priority.device
-    check_tensor("host_slots", host_slots, (None,), torch.int32, device=device)
+    check_tensor("host_slots", host_slots, (None, None), torch.int32, device=device)
+    check_tensor("layers", layers, (host_slots.shape[0],), torch.int32, device=device)
     check_tensor("floor", floor, (1,), torch.int32, device=device)
-    check_tensor("host_to_device", host_to_device, (None,), torch.int32, device=device)
-    check_tensor("priority", priority, (None,), torch.int32)
-    check_tensor("total", total, (1,), torch.int64, device=device)
+    check_tensor("priority", priority, (None, None), torch.int32)
+    num_layers = priority.shape[0]
+    check_tensor("host_to_device", host_to_device, (num_layers, None), torch.int32, device=device)
+    check_tensor("totals", totals, (num_layers,), torch.int64, device=device)

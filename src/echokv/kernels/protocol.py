@@ -4,19 +4,22 @@ What each op does is said once, in `kernels/reference`; who serves it is chosen 
 `kernels/registry.py`.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.prefetch_args import CandidateLists, Candidates
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 
 
 class FusedRecall(Protocol):
     """A layer's cache management by few launches.
 
-    Contracts are in `kernels/cuda/{victims,recall,append,touch}.py`.
+    Contracts are in `kernels/cuda/{victims,recall,append}.py`.
     """
 
     def choose_victims(
@@ -28,8 +31,6 @@ class FusedRecall(Protocol):
     ) -> None: ...
 
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None: ...
-
-    def touch_pages(self, host_rows: Tensor, device: torch.device) -> None: ...
 
 
 class LibraryMla(Protocol):
@@ -142,27 +143,40 @@ class ModelKernels(Protocol):
 
 
 class FusedPrefetch(Protocol):
-    """A layer's prefetch in one launch; contracts are in `kernels/cuda/fetch_ahead.py`."""
+    """Scores and rows of a layer at the same time; see `kernels/cuda/index_scores.py`."""
 
-    def fetches_rows_of(self, layer: FusedLayer) -> bool: ...
+    def fetches(
+        self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer
+    ) -> bool: ...
 
-    def fetch_ahead(
+    def candidate_lists(self, device: torch.device) -> CandidateLists: ...
+
+    def index_scores_prefetch(
         self,
-        scores: Tensor,
-        context_lens: Tensor,
+        query: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        fmt: IndexKeyFormat,
         block_tables: Tensor,
         request_rows: Tensor,
+        context_lens: Tensor,
+        max_context_len: int,
         request_slots: Tensor,
         thresholds: Tensor,
-        enabled: Tensor,
+        limits: Tensor,
         layer: FusedLayer,
-        host_slots: Tensor,
-        found: Tensor,
-        num_found: Tensor,
+        lists: CandidateLists,
+        found: Candidates,
+        kth_scores: Tensor,
+        fork: Callable[[], AbstractContextManager[None]],
         *,
         rows_per_unit: int,
         least: int,
-    ) -> None: ...
+    ) -> Tensor: ...
+
+    def topk(
+        self, scores: Tensor, context_lens: Tensor, k: int, kth_scores: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class Kernels(Fp8Kernels, ModelKernels, Protocol):
@@ -318,13 +332,22 @@ class Kernels(Fp8Kernels, ModelKernels, Protocol):
         request_rows: Tensor,
         request_slots: Tensor,
         thresholds: Tensor,
-        enabled: Tensor,
+        limits: Tensor,
         host_to_device: Tensor,
         *,
         most: int,
         rows_per_unit: int,
         least: int,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def score_bounds(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        request_rows: Tensor,
+        shifts: Tensor,
+        k: int,
+    ) -> Tensor: ...
 
     def update_thresholds(
         self,
@@ -333,17 +356,18 @@ class Kernels(Fp8Kernels, ModelKernels, Protocol):
         candidate_scores: Tensor,
         num_candidates: Tensor,
         thresholds: Tensor,
-        usefulness: Tensor,
-        enabled: Tensor,
+        useful: Tensor,
+        limits: Tensor,
     ) -> None: ...
 
     def count_useful(
         self,
         host_slots: Tensor,
+        layers: Tensor,
         floor: Tensor,
         host_to_device: Tensor,
         priority: Tensor,
-        total: Tensor,
+        totals: Tensor,
     ) -> None: ...
 
     def name_rows(

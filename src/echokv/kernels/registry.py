@@ -38,6 +38,7 @@ OPS = {
     "score_priorities": "priorities",
     "token_weights": "token_weights",
     "prefetch_candidates": "candidates",
+    "score_bounds": "score_bounds",
     "update_thresholds": "thresholds",
     "count_useful": "useful",
     "rms_norm": "norms",
@@ -107,7 +108,7 @@ def load_kernels(
     }
     fused, ahead = (
         importlib.import_module(f"echokv.kernels.cuda.{module}") if chosen == "cuda" else None
-        for module in ("fused", "fetch_ahead")
+        for module in ("fused", "prefetch")
     )
     tile = REFERENCE_TOKEN_TILE if chosen == "reference" else None
     logger.info("kernels: %s on %s (asked for: %s)", chosen, device, backend)
@@ -174,7 +175,8 @@ def _load_cuda(device: torch.device) -> None:
     from echokv.kernels.cuda.launch import require_hopper
 
     require_hopper(device)
-    for name in (*(OPS[op] for op in CUDA_OPS), "append", "victims", "touch", "fetch_ahead"):
+    fused = ("append", "victims", "fetch_listed", "prefill_scores")
+    for name in (*(OPS[op] for op in CUDA_OPS), *fused):
         module = importlib.import_module(f"echokv.kernels.cuda.{name}")
         module.MODULE.load(device, module.KERNELS)
 

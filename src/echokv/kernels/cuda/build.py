@@ -29,6 +29,7 @@ class KernelUsage:
     registers: int
     stack_bytes: int
     spilled_bytes: int
+    serialised: bool  # its wgmma instructions wait for each other, whatever the source says
 
 
 def cache_folder() -> Path:
@@ -93,7 +94,9 @@ def parse_usage(log: str) -> list[KernelUsage]:
         ).groups()  # fmt: skip
         registers = re.search(r"Used (\d+) registers", part)[1]
         name = part.split(maxsplit=1)[0]
-        found.append(KernelUsage(name, int(registers), int(stack), int(stores) + int(loads)))
+        serialised = re.search(rf"are serialized .*'{name}'", log) is not None
+        spilled = int(stores) + int(loads)
+        found.append(KernelUsage(name, int(registers), int(stack), spilled, serialised))
     return found
 
 

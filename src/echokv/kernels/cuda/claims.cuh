@@ -50,7 +50,7 @@ struct Layer {
   u8* host_rows;        // [N_H, row_bytes]
   u8* device_rows;      // [N_G, row_bytes]
   i32 row_bytes;
-  i32 pad;
+  i32 slots;  // N_G
 };
 
 // Who leaves for a row.

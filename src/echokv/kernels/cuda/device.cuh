@@ -79,6 +79,17 @@ DEVICE void store_shared_value(i32* to, i32 value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+// What others of the same kernel have written: not through L1, which may hold what was there before.
+DEVICE Words load_others_words(const void* from) {
+  Words words;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(from)
+               : "memory");
+  return words;
+}
+DEVICE void device_fence() { __threadfence(); }
+
 // The same within a block, in shared memory: what was written before a store is seen after a load.
 DEVICE u32 load_from_block(const u32* from) {
   u32 value;
@@ -89,7 +100,43 @@ DEVICE void store_to_block(u32* to, u32 value) {
   asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 DEVICE void warp_sync() { __syncwarp(); }
-DEVICE void pause() { __nanosleep(64); }
+DEVICE void pause() { __nanosleep(256); }
+
+// Sixteen bytes that a block of another kernel may be reading: seen as a whole or not at all.
+DEVICE void store_whole(void* to, Words words) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 low, high;\n"
+      ".reg .b128 all;\n"
+      "mov.b64 low, {%1, %2};\n"
+      "mov.b64 high, {%3, %4};\n"
+      "mov.b128 all, {low, high};\n"
+      "st.relaxed.gpu.global.b128 [%0], all;\n"
+      "}\n" ::"l"(to),
+      "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+      : "memory");
+}
+DEVICE Words load_whole(const void* from) {
+  Words words;
+  asm volatile(
+      "{\n"
+      ".reg .b64 low, high;\n"
+      ".reg .b128 all;\n"
+      "ld.relaxed.gpu.global.b128 all, [%4];\n"
+      "mov.b128 {low, high}, all;\n"
+      "mov.b64 {%0, %1}, low;\n"
+      "mov.b64 {%2, %3}, high;\n"
+      "}\n"
+      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+      : "l"(from)
+      : "memory");
+  return words;
+}
+DEVICE u64 nanoseconds() {  // since whenever
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
 
 // Rows: read once, from host memory, and never through the read-only path. Volatile, so that a
 // row is on its way before the code after it runs.
@@ -99,11 +146,6 @@ DEVICE Words load_row_words(const void* from) {
                : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
                : "l"(from));
   return words;
-}
-// A read for its own sake. Of other loads ptxas drops those whose result nobody uses.
-DEVICE void touch_word(const void* from) {
-  u32 word;
-  asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word) : "l"(from));
 }
 DEVICE void store_row_words(void* to, Words words) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y),

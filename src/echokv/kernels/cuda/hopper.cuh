@@ -146,3 +146,88 @@ DEVICE void multiply_32(float (&dots)[16], const u32 (&keys)[16], const u64 (&qu
       : "memory");
 #undef STEP
 }
+
+#define KEYS_IN_OUT_16(a)                                                                      \
+  "+r"((a)[0]), "+r"((a)[1]), "+r"((a)[2]), "+r"((a)[3]), "+r"((a)[4]), "+r"((a)[5]),          \
+      "+r"((a)[6]), "+r"((a)[7]), "+r"((a)[8]), "+r"((a)[9]), "+r"((a)[10]), "+r"((a)[11]),    \
+      "+r"((a)[12]), "+r"((a)[13]), "+r"((a)[14]), "+r"((a)[15])
+#define IN_OUT_16(d)                                                                           \
+  "+f"((d)[0]), "+f"((d)[1]), "+f"((d)[2]), "+f"((d)[3]), "+f"((d)[4]), "+f"((d)[5]),          \
+      "+f"((d)[6]), "+f"((d)[7]), "+f"((d)[8]), "+f"((d)[9]), "+f"((d)[10]), "+f"((d)[11]),    \
+      "+f"((d)[12]), "+f"((d)[13]), "+f"((d)[14]), "+f"((d)[15])
+
+// The same, only begun: what `wait_for_products` gives, the keys and the query left alone until then.
+// `query` describes the first 32 bytes; the others follow 256 bytes apart.
+DEVICE void begin_64(float (&dots)[32], const u32 (&keys)[16], u64 query) {
+#define STEP(a0, a1, a2, a3, b, more)                                                          \
+  "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "                                      \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                              \
+  "{" a0 ", " a1 ", " a2 ", " a3 "}, " b ", " more ", 1, 1;\n"
+  asm volatile(
+      "{\n"
+      ".reg .pred first, more;\n"
+      "setp.ne.b32 first, 0, 0;\n"
+      "setp.eq.b32 more, 0, 0;\n"
+      "wgmma.fence.sync.aligned;\n"
+      STEP("%32", "%33", "%34", "%35", "%48", "first")
+      STEP("%36", "%37", "%38", "%39", "%49", "more")
+      STEP("%40", "%41", "%42", "%43", "%50", "more")
+      STEP("%44", "%45", "%46", "%47", "%51", "more")
+      "wgmma.commit_group.sync.aligned;\n"
+      "}\n"
+      : IN_OUT_16(dots), IN_OUT_16(dots + 16)
+      : KEYS_16(keys), "l"(query), "l"(query + 16), "l"(query + 32), "l"(query + 48)
+      : "memory");
+#undef STEP
+}
+
+DEVICE void begin_32(float (&dots)[16], const u32 (&keys)[16], u64 query) {
+#define STEP(a0, a1, a2, a3, b, more)                                                       \
+  "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "                                   \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "                \
+  "{" a0 ", " a1 ", " a2 ", " a3 "}, " b ", " more ", 1, 1;\n"
+  asm volatile(
+      "{\n"
+      ".reg .pred first, more;\n"
+      "setp.ne.b32 first, 0, 0;\n"
+      "setp.eq.b32 more, 0, 0;\n"
+      "wgmma.fence.sync.aligned;\n"
+      STEP("%16", "%17", "%18", "%19", "%32", "first")
+      STEP("%20", "%21", "%22", "%23", "%33", "more")
+      STEP("%24", "%25", "%26", "%27", "%34", "more")
+      STEP("%28", "%29", "%30", "%31", "%35", "more")
+      "wgmma.commit_group.sync.aligned;\n"
+      "}\n"
+      : IN_OUT_16(dots)
+      : KEYS_16(keys), "l"(query), "l"(query + 16), "l"(query + 32), "l"(query + 48)
+      : "memory");
+#undef STEP
+}
+
+// Wait until no more than so many of the products begun last are under way. Naming the registers
+// keeps the compiler from using them before.
+template <u32 UNDER_WAY>
+DEVICE void wait_for_products(float (&dots)[32], u32 (&keys)[16]) {
+  asm volatile("wgmma.wait_group.sync.aligned %48;"
+               : IN_OUT_16(dots), IN_OUT_16(dots + 16), KEYS_IN_OUT_16(keys)
+               : "n"(UNDER_WAY)
+               : "memory");
+}
+template <u32 UNDER_WAY>
+DEVICE void wait_for_products(float (&dots)[16], u32 (&keys)[16]) {
+  asm volatile("wgmma.wait_group.sync.aligned %32;"
+               : IN_OUT_16(dots), KEYS_IN_OUT_16(keys)
+               : "n"(UNDER_WAY)
+               : "memory");
+}
+
+// Registers from one warpgroup of a block to others. All threads of a warpgroup.
+template <u32 COUNT>
+DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <u32 COUNT>
+DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}

@@ -5,11 +5,8 @@
 // of 8,448 bytes into a ring in shared memory; another sends for the queries of the rows that the
 // pages belong to; four warpgroups take the pages in turn, a page at a time: keys to registers,
 // which frees the stage, wgmma against the query, then relu, weights and the sum over heads.
-//
-// Keys lie in a page as rows of 128 bytes. A thread reads sixteen bytes of a row at a time, so it
-// holds other bytes of the row than wgmma's layout says; as the sum over a row's bytes has no
-// order, the query's bytes are put in the same order instead.
 #include "hopper.cuh"
+#include "keys.cuh"
 #include "prefetch.cuh"
 #include "schedule.cuh"
 
@@ -17,19 +14,12 @@ constexpr u32 THREADS = 640;
 constexpr u32 GROUPS = 4;  // warpgroups that multiply; the fifth's warps bring data
 constexpr u32 GROUP_WARPS = 4;
 constexpr u32 SCORING_WARPS = GROUPS * GROUP_WARPS;
-constexpr u32 DIM = 128;  // bytes of a key
-constexpr u32 PAGE_BYTES = PAGE_TOKENS * (DIM + 4);
 // Pages in flight, a multiple of GROUPS: 67 KB an SM. Measured: half as many starve the groups, twice
 // as many make every page wait behind more of the others and cost a microsecond or two a launch.
 constexpr u32 STAGES = 8;
 // A row's query may be sent for while the groups are at the five runs before it: more than there
 // are groups, or short rows would wait for each other in a circle.
 constexpr u32 QUERY_STAGES = 5;
-constexpr u32 MAX_HEADS = 64;
-constexpr u32 MINUS_INFINITY = 0xff800000u;
-
-// A query as it lies in memory: its bytes, then the weight of each head.
-DEVICE constexpr u32 image_bytes(u32 heads) { return heads * (DIM + 4); }
 
 // Which page a stage holds.
 struct alignas(16) PageNote {
@@ -47,15 +37,14 @@ struct ScoresShared {
   Barrier page_full[STAGES], page_empty[STAGES];
   Barrier query_full[QUERY_STAGES], query_empty[QUERY_STAGES];
   // From here on only with prefetch.
-  float thresholds[QUERY_STAGES + 3];  // of the queries' rows
-  Ring rings[SCORING_WARPS];
-  Ring tasks[MAX_FETCHING];
+  float thresholds[QUERY_STAGES];  // of the queries' rows
+  u32 listed[SCORING_WARPS];       // by each of them
+  u32 epoch;
 };
 
 // What index_scores.py asks for.
-constexpr u32 FOR_PREFETCH =
-    sizeof(float) * (QUERY_STAGES + 3) + sizeof(Ring) * (SCORING_WARPS + MAX_FETCHING);
-static_assert(sizeof(ScoresShared) == 124160, "PREFETCHING_SHARED_BYTES");
+constexpr u32 FOR_PREFETCH = 176;
+static_assert(sizeof(ScoresShared) == 110336, "PREFETCHING_SHARED_BYTES");
 static_assert(sizeof(ScoresShared) - FOR_PREFETCH == 110160, "SHARED_BYTES");
 
 struct QueryArguments {
@@ -70,6 +59,8 @@ struct QueryArguments {
   i32* counts;      // [rows] out: 0
   i32* host_slots;  // [rows, most] out: -1
   float* scores;    // [rows, most] out: -inf
+  u32* kth;         // [rows] out: UNKNOWN
+  u32* epoch;       // [1], raised
 };
 
 struct ScoresArguments {
@@ -82,9 +73,19 @@ struct ScoresArguments {
   u32 blocks;
 };
 
+// Where candidates go.
+struct ListingArguments {
+  const i32* request_slots;  // [rows], entries of thresholds; -1: none
+  const float* thresholds;   // [slots], predicted k-th scores
+  Listed* lists;             // [blocks, SCORING_WARPS, LIST]
+  const u32* epoch;          // [1]
+  u32 readers;               // threads that read a list
+  u32 pad;
+};
+
 struct PrefetchingArguments {
   ScoresArguments scores;
-  PrefetchArguments prefetch;
+  ListingArguments listing;
 };
 
 DEVICE float round_to_bfloat16(float x) {  // finite x
@@ -101,7 +102,11 @@ DEVICE u32 to_e4m3(float a, float b, float c, float d) {
 
 // What a prefetch finds before its first candidate.
 DEVICE void clear_candidates(const QueryArguments& a, u32 index, u32 threads) {
-  for (u32 row = index; row < a.rows; row += threads) a.counts[row] = 0;
+  if (index == 0) *a.epoch += 1;
+  for (u32 row = index; row < a.rows; row += threads) {
+    a.counts[row] = 0;
+    a.kth[row] = UNKNOWN;
+  }
   for (u64 at = index; at < u64(a.rows) * a.most; at += threads) {
     a.host_slots[at] = NONE;
     a.scores[at] = bits_float(MINUS_INFINITY);
@@ -201,12 +206,15 @@ DEVICE void bring_pages(const ScoresArguments& a, ScoresShared* shared, const Sh
 
 // Send for the query of each run, and look up its threshold. One thread.
 template <u32 HEADS>
-DEVICE void bring_queries(const ScoresArguments& a, const PrefetchArguments* prefetch,
+DEVICE void bring_queries(const ScoresArguments& a, const ListingArguments* listing,
                           ScoresShared* shared, const Share& share) {
   Run run = first_run(a.contexts, share);
   // The first threshold is older than the kernel that is waited for.
-  float threshold = prefetch != nullptr && run.pages != 0 ? threshold_of(*prefetch, run.row) : 0;
+  float threshold = 0;
+  if (listing != nullptr && run.pages != 0)
+    threshold = threshold_of(listing->request_slots, listing->thresholds, run.row);
   wait_for_previous_kernel();
+  if (listing != nullptr) shared->epoch = *listing->epoch;
   while (run.pages != 0) {
     const u32 stage = run.sequence % QUERY_STAGES;
     Barrier* full = &shared->query_full[stage];
@@ -214,10 +222,11 @@ DEVICE void bring_queries(const ScoresArguments& a, const PrefetchArguments* pre
     barrier_expect(full, image_bytes(HEADS));
     copy_to_shared(shared->queries[stage], a.images + u64(run.row) * image_bytes(HEADS),
                    image_bytes(HEADS), full);
-    if (prefetch != nullptr) shared->thresholds[stage] = threshold;
+    if (listing != nullptr) shared->thresholds[stage] = threshold;
     barrier_arrive(full);
     next_run(a.contexts, &run);
-    if (prefetch != nullptr && run.pages != 0) threshold = threshold_of(*prefetch, run.row);
+    if (listing != nullptr && run.pages != 0)
+      threshold = threshold_of(listing->request_slots, listing->thresholds, run.row);
   }
 }
 
@@ -239,32 +248,29 @@ DEVICE void fill_rest(const ScoresArguments& a, u32 warp, u32 warps, u32 lane) {
 template <u32 HEADS>
 struct Query {
   u32 sequence;
-  u64 parts[4];
+  u64 first;  // of its four parts, of 32 bytes a head each
   float weights[HEADS / 4];  // of this thread's heads: 8 i + 2 (lane % 4) + {0, 1}
-  float threshold;           // with prefetch
 };
 
-template <u32 HEADS, bool PREFETCH>
+template <u32 HEADS>
 DEVICE void load_query(ScoresShared* shared, Query<HEADS>* query, u32 lane) {
   const u32 stage = query->sequence % QUERY_STAGES;
   barrier_wait(&shared->query_full[stage], query->sequence / QUERY_STAGES % 2);
   const u8* image = shared->queries[stage];
-#pragma unroll
-  for (u32 i = 0; i < 4; i++) query->parts[i] = matrix_descriptor(image + i * 256, 128, 1024);
+  query->first = matrix_descriptor(image, 128, 1024);
   const float* weights = reinterpret_cast<const float*>(image + HEADS * DIM) + lane % 4 * 2;
 #pragma unroll
   for (u32 i = 0; i < HEADS / 8; i++) {
     query->weights[2 * i] = weights[8 * i];
     query->weights[2 * i + 1] = weights[8 * i + 1];
   }
-  if (PREFETCH) query->threshold = shared->thresholds[stage];
 }
 
-template <u32 HEADS, bool PREFETCH>
+template <u32 HEADS>
 DEVICE void use_query(ScoresShared* shared, Query<HEADS>* query, u32 sequence, u32 lane) {
   for (; query->sequence != sequence; query->sequence++)
     if (lane == 0) barrier_arrive(&shared->query_empty[query->sequence % QUERY_STAGES]);
-  load_query<HEADS, PREFETCH>(shared, query, lane);
+  load_query<HEADS>(shared, query, lane);
 }
 
 DEVICE void multiply(float (&dots)[32], const u32 (&keys)[16], const u64 (&query)[4]) {
@@ -274,38 +280,30 @@ DEVICE void multiply(float (&dots)[16], const u32 (&keys)[16], const u64 (&query
   multiply_32(dots, keys, query);
 }
 
-// This thread's part of two keys: the bytes of the rows' halves, as `quantise_query` expects them.
-// Two rows next to each other are read in one go, so they read opposite halves first: no two
-// threads then want the same bank.
-DEVICE void load_keys(u32 (&keys)[16], const u8* page, u32 key, u32 lane) {
-  const u32 odd = key % 2, column = lane % 4 * 16;
-#pragma unroll
-  for (u32 i = 0; i < 2; i++) {  // rows key and key + 8
-    const u8* row = page + (key + 8 * i) * DIM + column;
-    const Words one = load_words(row + odd * 64), other = load_words(row + (odd ^ 1) * 64);
-    const Words left = odd ? other : one, right = odd ? one : other;
-    // Product j takes words 2 j and 2 j + 1 of each row.
-    keys[i] = left.x, keys[2 + i] = left.y, keys[4 + i] = left.z, keys[6 + i] = left.w;
-    keys[8 + i] = right.x, keys[10 + i] = right.y, keys[12 + i] = right.z, keys[14 + i] = right.w;
-  }
-}
-
 // Sum over the four lanes that share a key.
 DEVICE float sum_of_quad(float value) {
   value += __shfl_xor_sync(ALL_LANES, value, 1);
   return value + __shfl_xor_sync(ALL_LANES, value, 2);
 }
 
+DEVICE Listed* list_of_warp(const ListingArguments& a, u32 thread) {
+  return a.lists + u64(block_index() * SCORING_WARPS + thread / WARP) * LIST;
+}
+
+// The epoch, by a warp that may have had no query and so hasn't waited for the kernel before.
+DEVICE u32 epoch_of(const ListingArguments& a) {
+  wait_for_previous_kernel();
+  return *a.epoch;
+}
+
 // The pages of one warpgroup.
 template <u32 HEADS, bool PREFETCH>
-DEVICE void score_pages(const ScoresArguments& a, ScoresShared* shared, u32 pages, u32 group,
-                        u32 thread) {
+DEVICE void score_pages(const ScoresArguments& a, const ListingArguments* listing,
+                        ScoresShared* shared, u32 pages, u32 group, u32 thread) {
   const u32 lane = thread % WARP;
   const u32 key = thread / WARP % GROUP_WARPS * 16 + lane / 4;  // and key + 8
-  Ring* ring = PREFETCH ? shared->rings + thread / WARP : nullptr;
-  u32 tail = 0;
   Query<HEADS> query = {};
-  if (group < pages) load_query<HEADS, PREFETCH>(shared, &query, lane);
+  if (group < pages) load_query<HEADS>(shared, &query, lane);
   for (u32 count = group; count < pages; count += GROUPS) {
     const u32 stage = count % STAGES;
     barrier_wait(&shared->page_full[stage], count / STAGES % 2);
@@ -318,12 +316,13 @@ DEVICE void score_pages(const ScoresArguments& a, ScoresShared* shared, u32 page
     const u32 sequence = note.rest >> SEQUENCE_SHIFT;
     const u32 tokens = note.rest & ((1u << SEQUENCE_SHIFT) - 1);
     if (sequence != query.sequence)
-      use_query<HEADS, PREFETCH>(shared, &query, sequence, lane);
+      use_query<HEADS>(shared, &query, sequence, lane);
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared->page_empty[stage]);
 
     float dots[HEADS / 2];
-    multiply(dots, keys, query.parts);
+    const u64 parts[4] = {query.first, query.first + 16, query.first + 32, query.first + 48};
+    multiply(dots, keys, parts);
     float sum = 0, sum_8 = 0;
 #pragma unroll
     for (u32 i = 0; i < HEADS / 8; i++) {
@@ -339,15 +338,20 @@ DEVICE void score_pages(const ScoresArguments& a, ScoresShared* shared, u32 page
     const float score = mine < tokens ? (lane & 1 ? sum_8 : sum) : bits_float(MINUS_INFINITY);
     const bool writes = lane % 4 < 2;
     if (writes) a.out[u64(note.row) * a.contexts.width + note.first + mine] = score;
-    if (PREFETCH)
-      tail = offer(ring, tail, writes && mine < tokens && score >= query.threshold,
-                   i32(note.id * PAGE_TOKENS + mine), score, note.row, lane);
+    if (PREFETCH) {
+      const float threshold = shared->thresholds[query.sequence % QUERY_STAGES];
+      list_candidates(list_of_warp(*listing, thread), shared->listed + thread / WARP,
+                      writes && mine < tokens && score >= threshold,
+                      i32(note.id * PAGE_TOKENS + mine), score, note.row, shared->epoch, lane);
+    }
   }
-  if (PREFETCH) end_offers(ring, tail, lane);
+  if (PREFETCH)
+    end_list(list_of_warp(*listing, thread), shared->listed[thread / WARP], listing->readers,
+             epoch_of(*listing), lane);
 }
 
 template <u32 HEADS, bool PREFETCH>
-DEVICE void index_scores(const ScoresArguments& a, const PrefetchArguments* prefetch) {
+DEVICE void index_scores(const ScoresArguments& a, const ListingArguments* listing) {
   ScoresShared* shared = reinterpret_cast<ScoresShared*>(shared_memory());
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   if (thread < STAGES) {
@@ -358,17 +362,14 @@ DEVICE void index_scores(const ScoresArguments& a, const PrefetchArguments* pref
     barrier_init(&shared->query_full[thread], 1);
     barrier_init(&shared->query_empty[thread], SCORING_WARPS);
   }
+  if (PREFETCH && thread < SCORING_WARPS) shared->listed[thread] = 0;
   barrier_init_done();
-  if (PREFETCH && thread < SCORING_WARPS + MAX_FETCHING) {
-    Ring* ring = shared->rings + thread;  // the tasks follow the rings
-    ring->tail = ring->head = 0;
-  }
   // Sent for now, before the share is known.
   const i32 first_requests = lane < a.contexts.rows ? a.request_rows[lane] : 0;
   const Share share = share_of(a.contexts, block_index(), grid_size(), lane);
   block_sync();
   if (warp < SCORING_WARPS) {
-    score_pages<HEADS, PREFETCH>(a, shared, share.pages, warp / GROUP_WARPS, thread);
+    score_pages<HEADS, PREFETCH>(a, listing, shared, share.pages, warp / GROUP_WARPS, thread);
     return;
   }
   switch (warp - SCORING_WARPS) {
@@ -376,18 +377,10 @@ DEVICE void index_scores(const ScoresArguments& a, const PrefetchArguments* pref
       bring_pages(a, shared, share, first_requests, lane);
       break;
     case 1:
-      if (PREFETCH)
-        take_candidates(*prefetch, a.contexts, shared->rings, SCORING_WARPS, shared->tasks,
-                        MAX_FETCHING, lane);
-      break;
-    case 2:
-      if (lane == 0) bring_queries<HEADS>(a, prefetch, shared, share);
-      __syncwarp();
-      if (PREFETCH) fetch_tasks(*prefetch, shared->tasks, lane);
+      if (lane == 0) bring_queries<HEADS>(a, listing, shared, share);
       break;
     default:
-      fill_rest(a, block_index(), grid_size(), lane);
-      if (PREFETCH) fetch_tasks(*prefetch, shared->tasks + 1, lane);
+      fill_rest(a, 2 * block_index() + warp % 2, 2 * grid_size(), lane);
   }
 }
 
@@ -398,14 +391,8 @@ KERNEL(THREADS, 1) void index_scores_32(ARGUMENTS ScoresArguments a) {
   index_scores<32, false>(a, nullptr);
 }
 KERNEL(THREADS, 1) void prefetching_64(ARGUMENTS PrefetchingArguments a) {
-  index_scores<64, true>(a.scores, &a.prefetch);
+  index_scores<64, true>(a.scores, &a.listing);
 }
 KERNEL(THREADS, 1) void prefetching_32(ARGUMENTS PrefetchingArguments a) {
-  index_scores<32, true>(a.scores, &a.prefetch);
-}
-
-KERNEL(THREADS, 1) void fetch_late(ARGUMENTS PrefetchArguments a) {
-  const u32 thread = thread_index();
-  fetch_wanted(a, thread / WARP * grid_size() + block_index(), THREADS / WARP * grid_size(),
-               thread % WARP);
+  index_scores<32, true>(a.scores, &a.listing);
 }

@@ -16,6 +16,10 @@ CAPABILITY = (9, 0)
 MAX_SHARED_BYTES = 227 * 1024
 """What one thread block can have on Hopper."""
 
+CARVEOUT = 100
+"""Of kernels that run beside each other: percent of an SM's memory that is shared memory, as far as
+it goes; the rest is L1. An SM must be idle before it can be divided anew."""
+
 
 class Arguments(ctypes.Structure):
     """A kernel's one argument: its fields are laid out as the struct of the same name in C++."""
@@ -32,10 +36,15 @@ class CudaModule:
 
     name: str
     threads: int  # a block, all kernels alike
-    _functions: dict[tuple[int, str], object] = field(default_factory=dict)
+    _functions: dict[tuple[int, str, bool], object] = field(default_factory=dict)
 
-    def load(self, device: torch.device, kernels: tuple[str, ...]) -> None:
+    def load(self, device: torch.device, kernels: tuple[str, ...], *, beside: bool = False) -> None:
         """Compile if need be, and load onto a device.
+
+        Args:
+            device: where the kernels will run.
+            kernels: their names.
+            beside: load them for launches that run beside others'.
 
         Raises:
             KernelUnavailable: it doesn't compile or load, with the reason.
@@ -52,13 +61,15 @@ class CudaModule:
                 error, function = driver.cuModuleGetFunction(module, kernel.encode())
                 _require(error, f"finding {kernel} in {self.name}.cu")
                 attribute = driver.CUfunction_attribute
-                (error,) = driver.cuFuncSetAttribute(
-                    function,
-                    attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    MAX_SHARED_BYTES,
-                )
-                _require(error, f"giving {kernel} {MAX_SHARED_BYTES} B of shared memory")
-                self._functions[index, kernel] = function
+                wanted = {
+                    attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: MAX_SHARED_BYTES
+                }
+                if beside:
+                    wanted[attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = CARVEOUT
+                for name, value in wanted.items():
+                    (error,) = driver.cuFuncSetAttribute(function, name, value)
+                    _require(error, f"giving {kernel} {MAX_SHARED_BYTES} B of shared memory")
+                self._functions[index, kernel, beside] = function
 
     def launch(
         self,
@@ -71,6 +82,7 @@ class CudaModule:
         shared_bytes: int = 0,
         cluster: int = 1,
         early: bool = False,
+        beside: bool = False,
     ) -> None:
         """Launch on the device's current stream; loads the module if nothing has yet.
 
@@ -84,6 +96,7 @@ class CudaModule:
             cluster: blocks of a cluster; divides `blocks`.
             early: start it while the kernel before it ends, which it waits for itself
                 (`wait_for_previous` in device.cuh).
+            beside: it shares SMs with another launch that is beside (see CARVEOUT).
 
         Raises:
             RuntimeError: the driver refused, with its reason.
@@ -91,7 +104,7 @@ class CudaModule:
         from cuda.bindings import driver
 
         with torch.cuda.device(device):
-            function = self._function(kernel, device)
+            function = self._function(kernel, device, beside)
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             address = ctypes.addressof(parameters)
             config = self._config(
@@ -118,7 +131,7 @@ class CudaModule:
         from cuda.bindings import driver
 
         with torch.cuda.device(device):
-            function = self._function(kernel, device)
+            function = self._function(kernel, device, beside=False)
             names = driver.CUfunction_attribute
             allowed = names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             (error,) = driver.cuFuncSetAttribute(function, allowed, 1)
@@ -127,11 +140,11 @@ class CudaModule:
             error, count = driver.cuOccupancyMaxActiveClusters(function, config)
         return int(count) if error == driver.CUresult.CUDA_SUCCESS else 0
 
-    def _function(self, kernel: str, device: torch.device):
+    def _function(self, kernel: str, device: torch.device, beside: bool):
         index = torch.cuda.current_device()
-        if (index, kernel) not in self._functions:
-            self.load(device, (kernel,))
-        return self._functions[index, kernel]
+        if (index, kernel, beside) not in self._functions:
+            self.load(device, (kernel,), beside=beside)
+        return self._functions[index, kernel, beside]
 
     def _config(self, blocks: int, blocks_y: int, shared_bytes: int, attributes: list):
         from cuda.bindings import driver

@@ -19,6 +19,7 @@ constexpr u32 THREADS = RECALL_THREADS;
 constexpr u32 WARPS = THREADS / WARP;
 constexpr u32 SCORES_HELD = 4;   // of a row's scores, how many a thread asks for at once
 constexpr u32 LATE = 1u << 27;   // a place in the ready list that means "another's claim"
+constexpr u32 LINE_SLOTS = 32;   // priorities of a line of the L2 cache
 constexpr u32 STRETCHES = WARP;  // of the host pool: a block moves its rows stretch by stretch
 
 struct RecallShared {
@@ -211,12 +212,17 @@ DEVICE void say_where(const ResidentArguments& a, const Entry& entry, i32 found)
     a.device_slots[entry.index] = entry.host_slot >= 0 ? found : NONE;
 }
 
-KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
+// ONE_TILE: a block has no other.
+template <bool ONE_TILE>
+DEVICE void make_tiles_resident(const ResidentArguments& a) {
   RecallShared* shared = reinterpret_cast<RecallShared*>(shared_memory());
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
-  const u32 block = block_index();
+  const u32 block = block_index(), last = ONE_TILE ? block + 1 : u32(a.tiles);
   wait_for_previous();
   let_next_start();
+  // Most of the priorities' lines will be wanted when the lookups are done.
+  const u32 line = (block * THREADS + thread) * LINE_SLOTS;
+  if (line < u32(a.layer.slots)) fetch_line(a.layer.priority + line);
   const i32 floor = *a.layer.floor, used = used_since(a.layer, floor);
   if (thread < STRETCHES) shared->claims[thread] = 0;
   if (thread == 0) {
@@ -228,17 +234,17 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
   i32 where = NONE;  // `mine` is, when it was looked up
   u32 at = 0;        // among the block's claims
   bool missed = false;
-  for (u32 tile = block; tile < u32(a.tiles); tile += grid_size()) {
+  for (u32 tile = block; tile < last; tile += grid_size()) {
     Entry entry = entry_of(a, tile, thread);
     const float score = entry.index != ALL_LANES ? a.scores[entry.index] : 0;
     const Extremes extremes = extremes_of_row(a, tile / a.tiles_per_row, thread);
     const i32 found =
         entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
-    if (tile != block) block_sync();  // the row before is read
+    if (!ONE_TILE && tile != block) block_sync();  // the row before is read
     entry.level = floor + level_of(score, range_of_row(extremes, shared, thread));
     look_up(a, &entry, found, floor, used, shared, lane);
     missed = missed || entry.missing;
-    if (tile == block) {
+    if (ONE_TILE || tile == block) {
       mine = entry;
       where = found;
       at = count_claim(a, shared, entry);
@@ -272,13 +278,12 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
   if (thread == 0) grid_wait(a.layer.barrier, before);
   block_sync();
 
-  for (u32 tile = block; tile < u32(a.tiles); tile += grid_size()) {
-    const bool first = tile == block;
+  for (u32 tile = block; tile < last; tile += grid_size()) {
+    const bool first = ONE_TILE || tile == block;
     Entry entry = mine;
     if (!first) {
       block_sync();  // the claims before are moved
       if (thread < STRETCHES) shared->claims[thread] = 0;
-      if (thread == 0) shared->recalled = shared->evicted = shared->allocated = 0;
       block_sync();
       entry = unpack(a, tile, thread, floor);
       at = count_claim(a, shared, entry);
@@ -296,17 +301,24 @@ KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
       atomicAdd(&shared->evicted, evicted);
     }
     block_sync();
-    if (thread == 0) {
-      add_total(a.layer.totals, RECALLED, shared->recalled);
-      add_total(a.layer.totals, EVICTED, shared->evicted);
-      add_total(a.layer.totals, ALLOCATED, shared->allocated);
-    }
     move_claims(a, shared, claims, held, first && ahead, warp, lane);
   }
-  for (u32 tile = block; tile < u32(a.tiles); tile += grid_size()) {
-    const Entry entry = tile == block ? mine : unpack(a, tile, thread, floor);
+  for (u32 tile = block; tile < last; tile += grid_size()) {
+    const Entry entry = ONE_TILE || tile == block ? mine : unpack(a, tile, thread, floor);
     if (entry.missing && !entry.mine) follow(a, entry);
   }
+  if (thread == 0) {
+    add_total(a.layer.totals, RECALLED, shared->recalled);
+    add_total(a.layer.totals, EVICTED, shared->evicted);
+    add_total(a.layer.totals, ALLOCATED, shared->allocated);
+  }
+}
+
+KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
+  make_tiles_resident<true>(a);
+}
+KERNEL(RECALL_THREADS, 2) void make_many_resident(ARGUMENTS ResidentArguments a) {
+  make_tiles_resident<false>(a);
 }
 
 // Copying alone: one warp a row, over as many rows as there turn out to be.

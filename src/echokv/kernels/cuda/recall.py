@@ -16,7 +16,7 @@ from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.fused_layer import FusedLayer
 
 MODULE = CudaModule("recall", threads=512)
-KERNELS = ("make_resident", "gather_rows")
+KERNELS = ("make_resident", "make_many_resident", "gather_rows")
 
 _WARPS = 16
 EARLY = True
@@ -41,7 +41,7 @@ class Layer(Arguments):
             )
         ),
         ("row_bytes", ctypes.c_int32),
-        ("pad", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -109,20 +109,21 @@ def make_resident(
         plan.tiles, plan.tiles_per_row, plan.lanes,
         moves_16_bytes(layer.host_rows, layer.device_rows), stretch_of(layer),
     )  # fmt: skip
+    kernel = "make_resident" if plan.tiles == plan.blocks else "make_many_resident"
     MODULE.launch(
-        "make_resident", arguments, device, blocks=plan.blocks,
+        kernel, arguments, device, blocks=plan.blocks,
         shared_bytes=resident_shared_bytes(MODULE.threads), early=EARLY,
     )  # fmt: skip
 
 
 def layer_of(layer: FusedLayer) -> Layer:
     """The same as kernels take it."""
+    slots, row_bytes = layer.device_rows.shape
     return Layer(
         pointer(layer.floor), pointer(layer.host_to_device), pointer(layer.priority),
         pointer(layer.device_to_host), pointer(layer.device_free), pointer(layer.ready),
         pointer(layer.cursor), pointer(layer.totals), pointer(layer.barrier),
-        pointer(layer.host_rows), pointer(layer.device_rows), layer.device_rows.shape[1],
-        0,
+        pointer(layer.host_rows), pointer(layer.device_rows), row_bytes, slots,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda.launch import MAX_SHARED_BYTES, Arguments, CudaModule, pointer
 from echokv.kernels.reference.topk import check_topk_args
 
@@ -51,17 +52,27 @@ class TopkArguments(Arguments):
     )
 
 
-def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of each row of scores [T, W]: [T, k] int32 positions and [T] k-th scores."""
+def topk(
+    scores: Tensor, context_lens: Tensor, k: int, kth_scores: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k best of each row of scores [T, W]: [T, k] int32 positions and [T] k-th scores.
+
+    kth_scores, [T] float32, is where those go; None: somewhere new. A row's is written as soon as
+    it is known, before its positions, for whoever fetches rows beside.
+    """
     check_topk_args(scores, context_lens, k)
     rows, width = scores.shape
     device = scores.device
     positions = torch.empty((rows, k), dtype=torch.int32, device=device)
-    kth = torch.empty((rows,), dtype=torch.float32, device=device)
+    kth = kth_scores
+    if kth is None:
+        kth = torch.empty((rows,), dtype=torch.float32, device=device)
+    check_tensor("kth_scores", kth, (rows,), torch.float32, device=device)
     if rows == 0:
         return positions, kth
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    large = width >= _LONG_ROW and rows <= _large_clusters(device)
+    beside = kth_scores is not None  # where clusters of 16 blocks might find no place
+    large = not beside and width >= _LONG_ROW and rows <= _large_clusters(device)
     cluster = cluster_size(rows, width, sms, MAX_CLUSTER if large else PORTABLE_CLUSTER)
     chunk, cached, shared_bytes = part_of_row(width, cluster)
     listed, bytes_of_lists = list_of_row(width, chunk, k) if BY_LISTS else (0, 0)
@@ -72,7 +83,7 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     MODULE.launch(
         "topk", arguments, device, blocks=rows * cluster, cluster=cluster,
-        shared_bytes=shared_bytes, early=True,
+        shared_bytes=shared_bytes, early=not beside, beside=beside,
     )  # fmt: skip
     return positions, kth
 

@@ -1,7 +1,8 @@
 // Choosing victims: a counting sort of a layer's slots by age, oldest first, by one cluster of
 // blocks. Free slots come first; what is protected never comes. Each block counts its part in
 // shared memory and looks at the others' counts there. A layer whose list still has as many names
-// as a step may take keeps it: see claims.cuh for why it is in order still.
+// as a step may take keeps it (see claims.cuh for why it is in order still), less the first names
+// that have been used since: a recall that came upon one would look further while others wait.
 #include "claims.cuh"
 
 #ifndef VICTIM_THREADS
@@ -13,6 +14,8 @@ constexpr u32 AGES = 8192;
 constexpr u32 NO_AGE = ALL_LANES;
 constexpr u32 AT_ONCE = 8;            // slots that a thread asks for at once
 constexpr u32 MINE = AGES / THREADS;  // ages whose counts a thread adds up
+
+constexpr u32 TRIMMED = 4 * THREADS;   // names at the front of a list that are looked at
 
 struct VictimShared {
   u32 totals[WARPS];
@@ -83,6 +86,44 @@ DEVICE bool lasts(const i32* cursor, i32 floor, i32 most_rows) {
   return !rebased && cursor[LISTED] - cursor[TAKEN] - cursor[TOUCHED] >= most_rows;
 }
 
+// Move the names at the front that have been used since over the edge: those between them back.
+DEVICE void trim(const VictimArguments& a, VictimShared* shared, i32* cursor, u64 layer,
+                 u32 thread) {
+  constexpr u32 EACH = TRIMMED / THREADS;
+  const u32 lane = thread % WARP, warp = thread / WARP;
+  const u32 taken = cursor[TAKEN], listed = cursor[LISTED];
+  const i32 since = cursor[SINCE];
+  const i32* priority = a.priority + layer * a.slots;
+  i32* ready = a.ready + layer * a.slots + taken;
+  const u32 begin = smaller(warp * EACH * WARP, listed - taken);  // a warp's names are neighbours
+  const u32 end = smaller(begin + EACH * WARP, listed - taken);
+  i32 names[EACH];
+  u32 left[EACH], sum = 0, total;
+#pragma unroll
+  for (u32 i = 0; i < EACH; i++) {
+    const u32 at = begin + i * WARP + lane;
+    names[i] = at < end ? ready[at] : NONE;
+  }
+#pragma unroll
+  for (u32 i = 0; i < EACH; i++) {
+    left[i] = __ballot_sync(ALL_LANES, names[i] >= 0 && priority[names[i]] < since);
+    sum += __popc(left[i]);
+  }
+  if (lane == 0) shared->totals[warp] = sum;
+  block_sync();  // and all names are read
+  const u32 before = lanes_before(lane < WARPS ? shared->totals[lane] : 0, lane, &total);
+  const u32 used = smaller(TRIMMED, listed - taken) - total;
+  u32 to = used + __shfl_sync(ALL_LANES, before, warp);
+#pragma unroll
+  for (u32 i = 0; i < EACH; i++) {
+    if (left[i] >> lane & 1) ready[to + __popc(left[i] & ((1u << lane) - 1))] = names[i];
+    to += __popc(left[i]);
+  }
+  if (thread != 0 || used == 0) return;
+  cursor[TAKEN] = taken + used;
+  cursor[TOUCHED] -= used;
+}
+
 KERNEL(VICTIM_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
   VictimShared* shared = reinterpret_cast<VictimShared*>(shared_memory());
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
@@ -90,7 +131,12 @@ KERNEL(VICTIM_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
   const u64 layer = block_index() / blocks;
   i32* cursor = a.cursor + layer * 4;
   const i32 floor = *a.floor;
-  if (lasts(cursor, floor, a.most_rows)) return;  // so say all blocks of the cluster
+  if (lasts(cursor, floor, a.most_rows)) {  // so say all blocks of the cluster
+    cluster_arrive();
+    cluster_wait();  // they have
+    if (rank == 0) trim(a, shared, cursor, layer, thread);
+    return;
+  }
   const i32* priority = a.priority + layer * slots;
   const u32 chunk = ceil_div(slots, blocks);
   const u32 begin = smaller(rank * chunk, slots), end = smaller(begin + chunk, slots);

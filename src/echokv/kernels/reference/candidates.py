@@ -14,7 +14,7 @@ def prefetch_candidates(
     request_rows: Tensor,
     request_slots: Tensor,
     thresholds: Tensor,
-    enabled: Tensor,
+    limits: Tensor,
     host_to_device: Tensor,
     *,
     most: int,
@@ -23,7 +23,7 @@ def prefetch_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Absent rows whose score is at least the predicted k-th score, lowest positions first.
 
-    A row finds at most row_budget(context_len, most, rows_per_unit, least) of them, and none
+    A row finds at most row_budget(context_len, most, rows_per_unit, least, limit) of them, and none
     without a prediction: a threshold of +inf or NaN, or a request slot of -1. Scores of NaN beat
     nothing; what lies at or past context_len is ignored.
 
@@ -32,20 +32,20 @@ def prefetch_candidates(
         context_lens: [T] int32, at most W.
         block_tables: [R, B] int32 host block ids.
         request_rows: [T] int32, each row's row of block_tables.
-        request_slots: [T] int32, each row's entry of thresholds and enabled; -1 for none.
+        request_slots: [T] int32, each row's entry of thresholds and limits; -1 for none.
         thresholds: [S] float32 predicted k-th scores of one layer.
-        enabled: [S] int32, 0 where nothing is to be fetched.
+        limits: [S] int32: most rows of each, whatever its budget by length.
         host_to_device: [N_H] int32 of one layer, negative for absent.
         most: columns of the result.
         rows_per_unit: budget for each BUDGET_UNIT tokens of context.
         least: budget of an empty context.
 
     Returns:
-        [T, most] int32 host slots in ascending position, -1 padded, and all -1 where `enabled` is
-        0; [T, most] float32 their scores, -inf padded, whether enabled or not; [T] int32 how many.
+        [T, most] int32 host slots in ascending position, -1 padded; [T, most] float32 their scores,
+        -inf padded; [T] int32 how many.
     """
     check_candidates_args(
-        scores, context_lens, block_tables, request_rows, request_slots, thresholds, enabled,
+        scores, context_lens, block_tables, request_rows, request_slots, thresholds, limits,
         host_to_device, most,
     )  # fmt: skip
     rows, device = scores.shape[0], scores.device
@@ -60,10 +60,9 @@ def prefetch_candidates(
         blocks = block_tables[request_rows[row]][positions // BLOCK_TOKENS]
         slots = blocks * BLOCK_TOKENS + (positions % BLOCK_TOKENS)
         absent = (host_to_device[slots.long()] < 0).nonzero().squeeze(1)
-        absent = absent[: row_budget(length, most, rows_per_unit, least)]
+        absent = absent[: row_budget(length, most, rows_per_unit, least, int(limits[slot]))]
         count = absent.shape[0]
-        if enabled[slot]:
-            host_slots[row, :count] = slots[absent].to(torch.int32)
+        host_slots[row, :count] = slots[absent].to(torch.int32)
         found[row, :count] = scores[row][positions[absent]]
         counts[row] = count
     return host_slots, found, counts

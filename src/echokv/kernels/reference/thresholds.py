@@ -1,13 +1,13 @@
-"""What a step teaches about the next: predicted k-th scores, and whether to trust them."""
+"""What a step teaches about the next: predicted k-th scores, and how many rows they are worth."""
 
 import torch
 from torch import Tensor
 
 from echokv.kernels.prefetch_args import (
     EMA_ALPHA,
-    TURN_OFF_BELOW,
-    TURN_ON_FROM,
-    USEFULNESS_ALPHA,
+    PROBES,
+    ROWS_FOR_A_USEFUL_ONE,
+    USEFUL_ALPHA,
     check_learn_args,
 )
 
@@ -18,16 +18,17 @@ def update_thresholds(
     candidate_scores: Tensor,
     num_candidates: Tensor,
     thresholds: Tensor,
-    usefulness: Tensor,
-    enabled: Tensor,
+    useful: Tensor,
+    limits: Tensor,
 ) -> None:
     """Learn from the true k-th scores of one layer.
 
     The prediction becomes EMA_ALPHA * old + (1 - EMA_ALPHA) * true; the true score alone where
     there was no finite prediction; +inf, no prediction, where the true score isn't finite, as of a
-    context of fewer than k tokens. The usefulness of a row with candidates moves in the same way
-    towards the share of its candidates that reach the true k-th score; `enabled` becomes 0 where
-    it is below TURN_OFF_BELOW and 1 from TURN_ON_FROM on.
+    context of fewer than k tokens. Where there was a finite one, the number of useful rows moves in
+    the same way, by USEFUL_ALPHA, towards the candidates that reach the true k-th score; it becomes
+    that number alone where it wasn't finite. The limit is then PROBES + ROWS_FOR_A_USEFUL_ONE times
+    it, rounded down.
 
     Args:
         request_slots: [T] int32, distinct entries of the state; -1 for rows to skip.
@@ -35,11 +36,11 @@ def update_thresholds(
         candidate_scores: [T, most] float32, what `prefetch_candidates` returned.
         num_candidates: [T] int32, likewise.
         thresholds: [S] float32, in place.
-        usefulness: [S] float32 in [0, 1], in place.
-        enabled: [S] int32, in place.
+        useful: [S] float32, not negative, in place.
+        limits: [S] int32, in place.
     """
     check_learn_args(
-        request_slots, kth_scores, candidate_scores, num_candidates, thresholds, usefulness, enabled
+        request_slots, kth_scores, candidate_scores, num_candidates, thresholds, useful, limits
     )
     rows = (request_slots >= 0).nonzero().squeeze(1)
     slots = request_slots[rows].long()
@@ -47,12 +48,12 @@ def update_thresholds(
     new = torch.where(old.isfinite(), EMA_ALPHA * old + (1 - EMA_ALPHA) * kth, kth)
     thresholds[slots] = torch.where(kth.isfinite(), new, torch.inf)
 
-    learning = num_candidates[rows] > 0
-    slots, kth, issued = slots[learning], kth[learning], num_candidates[rows][learning]
-    place = torch.arange(candidate_scores.shape[1], device=issued.device)
-    reached = candidate_scores[rows][learning] >= kth[:, None]
-    share = (reached & (place < issued[:, None])).sum(dim=1).float() / issued.float()
-    after = USEFULNESS_ALPHA * usefulness[slots] + (1 - USEFULNESS_ALPHA) * share
-    usefulness[slots] = after
-    on = torch.where(after < TURN_OFF_BELOW, 0, enabled[slots])
-    enabled[slots] = torch.where(after >= TURN_ON_FROM, 1, on).to(torch.int32)
+    place = torch.arange(candidate_scores.shape[1], device=kth.device)
+    counted = place < num_candidates[rows][:, None]
+    reached = ((candidate_scores[rows] >= kth[:, None]) & counted).sum(dim=1).float()
+    before = useful[slots]
+    after = USEFUL_ALPHA * before + (1 - USEFUL_ALPHA) * reached
+    after = torch.where(before.isfinite(), after, reached)
+    limit = (PROBES + ROWS_FOR_A_USEFUL_ONE * after).to(torch.int32)
+    useful[slots] = torch.where(old.isfinite(), after, before)
+    limits[slots] = torch.where(old.isfinite(), limit, limits[slots])

@@ -79,7 +79,7 @@ def _write_candidates(
     request_rows,
     request_slots,
     thresholds,
-    enabled,  # [S]
+    limits,  # [S]
     host_to_device,
     counts,  # [T, pieces]
     host_slots,  # [T, most] out
@@ -104,7 +104,10 @@ def _write_candidates(
     before = tl.sum(tl.where(other < piece, count, 0))
     mine = tl.sum(tl.where(other == piece, count, 0))
     length = tl.minimum(tl.load(context_lens + row), width).to(tl.int64)
-    budget = tl.minimum(least + length * rows_per_unit // UNIT, most).to(tl.int32)
+    slot = tl.load(request_slots + row)
+    limit = tl.maximum(tl.load(limits + slot, mask=slot >= 0, other=0), 0)
+    budget = tl.minimum(least + length * rows_per_unit // UNIT, most)
+    budget = tl.minimum(budget, limit).to(tl.int32)
     if piece == 0:
         total = tl.minimum(tl.sum(count), budget)
         tl.store(num_found + row, total)
@@ -121,8 +124,7 @@ def _write_candidates(
         taken = chosen.to(tl.int32)
         place = before + tl.cumsum(taken, axis=0) - taken
         kept = chosen & (place < budget)
-        is_on = tl.load(enabled + tl.load(request_slots + row)) != 0
-        tl.store(host_slots + row * most + place, tl.where(is_on, host_slot, -1), mask=kept)
+        tl.store(host_slots + row * most + place, host_slot, mask=kept)
         tl.store(found + row * most + place, score, mask=kept)
 
 
@@ -133,7 +135,7 @@ def prefetch_candidates(
     request_rows: Tensor,
     request_slots: Tensor,
     thresholds: Tensor,
-    enabled: Tensor,
+    limits: Tensor,
     host_to_device: Tensor,
     *,
     most: int,
@@ -142,7 +144,7 @@ def prefetch_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Absent rows that beat the prediction; see `reference.prefetch_candidates`."""
     check_candidates_args(
-        scores, context_lens, block_tables, request_rows, request_slots, thresholds, enabled,
+        scores, context_lens, block_tables, request_rows, request_slots, thresholds, limits,
         host_to_device, most,
     )  # fmt: skip
     (rows, width), device = scores.shape, scores.device
@@ -159,7 +161,7 @@ def prefetch_candidates(
         host_to_device, counts, width, num_blocks, PIECE=_PIECE, PAGE=BLOCK_TOKENS, num_warps=8,
     )  # fmt: skip
     _write_candidates[(pieces, rows)](
-        scores, context_lens, block_tables, request_rows, request_slots, thresholds, enabled,
+        scores, context_lens, block_tables, request_rows, request_slots, thresholds, limits,
         host_to_device, counts, host_slots, found, num_found, width, num_blocks, pieces, most,
         rows_per_unit, least, UNIT=BUDGET_UNIT, PIECES=triton.next_power_of_2(pieces),
         MOST=triton.next_power_of_2(most), PIECE=_PIECE, PAGE=BLOCK_TOKENS, num_warps=8,
@@ -186,7 +188,7 @@ COMPILE_SIGNATURES = (
         _write_candidates,
         {
             **_INPUTS,
-            **dict.fromkeys(("enabled", "host_to_device", "counts", "host_slots"), _INTS),
+            **dict.fromkeys(("limits", "host_to_device", "counts", "host_slots"), _INTS),
             "found": "*fp32",
             "num_found": _INTS,
             **_SIZES,

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from echokv.kernels.prefetch_args import (
     EMA_ALPHA,
-    TURN_OFF_BELOW,
-    TURN_ON_FROM,
-    USEFULNESS_ALPHA,
+    PROBES,
+    ROWS_FOR_A_USEFUL_ONE,
+    USEFUL_ALPHA,
     check_learn_args,
 )
 
@@ -25,13 +25,13 @@ def _update_thresholds(
     candidate_scores,  # [T, most]
     num_candidates,  # [T]
     thresholds,  # [S]
-    usefulness,  # [S]
-    enabled,  # [S]
+    useful,  # [S]
+    limits,  # [S]
     most,
     ALPHA: tl.constexpr,
     USEFUL: tl.constexpr,
-    OFF_BELOW: tl.constexpr,
-    ON_FROM: tl.constexpr,
+    PROBED: tl.constexpr,
+    EACH: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """One program a row."""
@@ -42,18 +42,18 @@ def _update_thresholds(
         old = tl.load(thresholds + slot)
         new = tl.where(_is_finite(old), ALPHA * old + (1 - ALPHA) * kth, kth)
         tl.store(thresholds + slot, tl.where(_is_finite(kth), new, float("inf")))
-        issued = tl.load(num_candidates + row)
-        if issued > 0:
+        if _is_finite(old):
+            issued = tl.load(num_candidates + row)
             column = tl.arange(0, MOST)
             score = tl.load(
                 candidate_scores + row * most + column, mask=column < issued, other=float("-inf")
             )
-            reached = tl.sum(((column < issued) & (score >= kth)).to(tl.int32))
-            share = tl.div_rn(reached.to(tl.float32), issued.to(tl.float32))
-            after = USEFUL * tl.load(usefulness + slot) + (1 - USEFUL) * share
-            tl.store(usefulness + slot, after)
-            is_on = tl.where(after < OFF_BELOW, 0, tl.load(enabled + slot))
-            tl.store(enabled + slot, tl.where(after >= ON_FROM, 1, is_on))
+            reached = tl.sum(((column < issued) & (score >= kth)).to(tl.int32)).to(tl.float32)
+            before = tl.load(useful + slot)
+            after = USEFUL * before + (1 - USEFUL) * reached
+            after = tl.where(_is_finite(before), after, reached)
+            tl.store(useful + slot, after)
+            tl.store(limits + slot, (PROBED + EACH * after).to(tl.int32))
 
 
 def update_thresholds(
@@ -62,20 +62,20 @@ def update_thresholds(
     candidate_scores: Tensor,
     num_candidates: Tensor,
     thresholds: Tensor,
-    usefulness: Tensor,
-    enabled: Tensor,
+    useful: Tensor,
+    limits: Tensor,
 ) -> None:
     """Learn from the true k-th scores; see `reference.update_thresholds`."""
     check_learn_args(
-        request_slots, kth_scores, candidate_scores, num_candidates, thresholds, usefulness, enabled
+        request_slots, kth_scores, candidate_scores, num_candidates, thresholds, useful, limits
     )
     rows, most = candidate_scores.shape
     if rows == 0:
         return
     _update_thresholds[(rows,)](
-        request_slots, kth_scores, candidate_scores, num_candidates, thresholds, usefulness,
-        enabled, most, ALPHA=EMA_ALPHA, USEFUL=USEFULNESS_ALPHA, OFF_BELOW=TURN_OFF_BELOW,
-        ON_FROM=TURN_ON_FROM, MOST=triton.next_power_of_2(most),
+        request_slots, kth_scores, candidate_scores, num_candidates, thresholds, useful, limits,
+        most, ALPHA=EMA_ALPHA, USEFUL=USEFUL_ALPHA, PROBED=PROBES, EACH=ROWS_FOR_A_USEFUL_ONE,
+        MOST=triton.next_power_of_2(most),
     )  # fmt: skip
 
 
@@ -88,13 +88,13 @@ COMPILE_SIGNATURES = (
             "candidate_scores": "*fp32",
             "num_candidates": "*i32",
             "thresholds": "*fp32",
-            "usefulness": "*fp32",
-            "enabled": "*i32",
+            "useful": "*fp32",
+            "limits": "*i32",
             "most": "i32",
             "ALPHA": EMA_ALPHA,
-            "USEFUL": USEFULNESS_ALPHA,
-            "OFF_BELOW": TURN_OFF_BELOW,
-            "ON_FROM": TURN_ON_FROM,
+            "USEFUL": USEFUL_ALPHA,
+            "PROBED": PROBES,
+            "EACH": ROWS_FOR_A_USEFUL_ONE,
             "MOST": 512,
         },
     ),

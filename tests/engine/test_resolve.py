@@ -1,0 +1,36 @@
+"""What --prefetch auto comes to."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echokv.config import EngineConfig, ModelConfig
+from echokv.engine.resolve import moves_rows_while_scoring
+
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "demo_model" / "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"backend": "triton"}, False),
+        ({"index_key_dtype": "bfloat16"}, False),
+        ({"indexer_kernel": "deepgemm"}, False),
+        ({"indexer_kernel": "backend"}, True),
+        ({"index_n_heads": 64}, True),
+        ({"index_n_heads": 16}, False),
+        ({"index_head_dim": 64}, False),
+    ],
+)
+def test_prefetch_is_on_where_rows_can_move_while_scores_are_made(
+    changes: dict[str, Any], expected: bool
+) -> None:
+    said = {"backend": "cuda", "index_key_dtype": "fp8", "indexer_kernel": "auto"} | changes
+    config = EngineConfig(model=str(CHECKPOINT), indexer_kernel=said["indexer_kernel"])
+    sizes = {name: changes[name] for name in ("index_n_heads", "index_head_dim") if name in changes}
+    model = dataclasses.replace(ModelConfig.from_dir(CHECKPOINT), **sizes)
+    found = moves_rows_while_scoring(config, model, said["backend"], said["index_key_dtype"])
+    assert found == expected
