@@ -185,22 +185,6 @@ def sparse_mla() -> str:
     return table(header, lines)
 
 
-def products() -> str:
-    """Block fp8 products, each weight read from HBM, at 1 and 13 tokens."""
-    rows = [row for row in library("fp8_linear") if row["variant"] == "triton"]
-    lines = []
-    for name in dict.fromkeys(row["case"].split(", tokens")[0] for row in rows):
-        cells: list[object] = []
-        for tokens in (1, 13):
-            row = find(rows, case=f"{name}, tokens {tokens}") or {}
-            rate = row.get("gb_per_s")
-            cells += [row.get("median_us"), f"{rate / 1e3:.2f}" if rate else None]
-        size = next(row["bytes"] for row in rows if row["case"].startswith(name))
-        lines.append((name, f"{size / 1e6:.1f}", *cells))
-    header = ("fp8 weights of", "MB", "1 token, us", "TB/s", "13 tokens, us", "TB/s")
-    return table(header, lines)
-
-
 def experts() -> str:
     """Block fp8 experts."""
     lines = [
@@ -324,7 +308,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "topk": topk,
     "scores": scores,
     "sparse mla": sparse_mla,
-    "products": products,
     "experts": experts,
     "overlap": overlap,
     "draw": draw,
