@@ -55,14 +55,13 @@ def attend(
     fmt: RowFormat,
     scale: float,
     out: Tensor,
-    tiles: MlaTiles | None = None,
 ) -> None:
-    """`sparse_mla` of a few tokens into out; `tiles` other than `mla_tiles` are for benchmarks."""
+    """`sparse_mla` of a few tokens into out."""
     tokens, heads, _ = query.shape
     k, device = device_slots.shape[1], query.device
     is_fp8 = fmt.name == "fp8_ds_mla"
     compute = _compute_dtype(query.dtype, torch.bfloat16 if is_fp8 else _PLAIN[fmt.name])
-    tiles = tiles or mla_tiles(fmt.latent_dim, compute)
+    tiles = mla_tiles(fmt.latent_dim, compute)
     values = rows.view(torch.float8_e4m3fn if is_fp8 else _PLAIN[fmt.name])
     ropes = rows.view(torch.bfloat16) if is_fp8 else values
     rope_at = fmt.latent_dim + (2 * fmt.latent_dim // FP8_GROUP - fmt.latent_dim // 2) * is_fp8
