@@ -5,7 +5,8 @@
 // the blocks read each other's lists, and each for itself fixes the k-th key among those few. If
 // the lists hold k keys or more, the k best of the row are among them, whatever the sample was
 // worth. Then every block marks what it contributes in a map of its part, and writes it in ascending
-// position after the blocks before it; ties on the k-th key go to the lower positions.
+// position after the blocks before it; ties on the k-th key go to the lower positions. Rows no longer
+// than the lists may get are listed whole.
 //
 // Rows for which the lists turn out too long or too short go the sure way: the cluster fixes the
 // k-th key by four digits of 8 bits over all keys, kept in registers as far as they fit, then in
