@@ -30,7 +30,6 @@ WRITERS = {
     "index_scores": "index_scores.py",
     "library_kernels": "library_kernels.py",
     "host_reads": "host_reads.py",
-    "host_copies": "host_copies.py",
     "engine-step-h200": "engine_step.py",
     "cache-h200": "cache.py",
     "kernels-h200": "kernels.py",
@@ -246,19 +245,15 @@ def host_reads() -> str:
     return table(("656 B rows from", *(f"{rows:,} rows" for rows in counts)), lines)
 
 
-def copies() -> str:
-    """By which instruction rows come."""
-    rows = load("host_copies").get("copies", [])
+def versions() -> str:
+    """What made an earlier version's large recalls slow."""
+    rows = [row for row in load("recall_versions")["timings"] if row["batch"] == 13]
+    names = list(dict.fromkeys(row["variant"] for row in rows))
     lines = [
-        (
-            row["row_bytes"],
-            f"{row['rows']:,}",
-            *(row["us"][how] for how in ("plain loads", "cp.async")),
-        )
-        for row in rows
+        (f"{count:,}", *(median(rows, misses=count, variant=name) for name in names))
+        for count in dict.fromkeys(row["misses"] for row in rows)
     ]
-    header = ("bytes a row", "rows", "plain loads", "cp.async")
-    return table(header, lines) if lines else "Not measured."
+    return table(("rows recalled", *names), lines)
 
 
 def kinds() -> str:
@@ -302,6 +297,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "segment": peers.segment,
     "topk peers": peers.topk,
     "resident": resident,
+    "versions": versions,
     "append": append,
     "victims": victims,
     "step": step,
@@ -313,7 +309,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "draw": draw,
     "host reads": host_reads,
     "host memory": kinds,
-    "host copies": copies,
     "pinning": pinning,
     "goals": goals,
 }
