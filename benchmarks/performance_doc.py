@@ -30,6 +30,7 @@ WRITERS = {
     "index_scores": "index_scores.py",
     "library_kernels": "library_kernels.py",
     "host_reads": "host_reads.py",
+    "host_layers": "host_reads.py --only-layers --gib 9.5",
     "engine-step-h200": "engine_step.py",
     "cache-h200": "cache.py",
     "kernels-h200": "kernels.py",
@@ -245,6 +246,15 @@ def host_reads() -> str:
     return table(("656 B rows from", *(f"{rows:,} rows" for rows in counts)), lines)
 
 
+def touched() -> str:
+    """Layers in turn, with and without their pages touched beside other work before."""
+    lines = [
+        (f"{row['rows']:,}", f"{row['span'] / 1e9:.2f} GB", row["us"], row["touched_us"])
+        for row in load("host_layers")["touched"]
+    ]
+    return table(("rows", "of a layer's", "us", "pages touched ahead"), lines)
+
+
 def versions() -> str:
     """What made an earlier version's large recalls slow."""
     rows = [row for row in load("recall_versions")["timings"] if row["batch"] == 13]
@@ -309,6 +319,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "draw": draw,
     "host reads": host_reads,
     "host memory": kinds,
+    "touched": touched,
     "pinning": pinning,
     "goals": goals,
 }
