@@ -33,7 +33,7 @@ WRITERS = {
     "prefill": "prefill.py",
     "library_kernels": "library_kernels.py",
     "host_reads": "host_reads.py",
-    "host_copies": "host_copies.py",
+    "host_layers": "host_reads.py --only-layers --gib 9.5",
     "engine-step-h200": "engine_step.py",
     "cache-h200": "cache.py",
     "kernels-h200": "kernels.py",
@@ -242,22 +242,6 @@ def sparse_mla() -> str:
     return table(header, lines)
 
 
-def products() -> str:
-    """Block fp8 products, each weight read from HBM, at 1 and 13 tokens."""
-    rows = [row for row in library("fp8_linear") if row["variant"] == "triton"]
-    lines = []
-    for name in dict.fromkeys(row["case"].split(", tokens")[0] for row in rows):
-        cells: list[object] = []
-        for tokens in (1, 13):
-            row = find(rows, case=f"{name}, tokens {tokens}") or {}
-            rate = row.get("gb_per_s")
-            cells += [row.get("median_us"), f"{rate / 1e3:.2f}" if rate else None]
-        size = next(row["bytes"] for row in rows if row["case"].startswith(name))
-        lines.append((name, f"{size / 1e6:.1f}", *cells))
-    header = ("fp8 weights of", "MB", "1 token, us", "TB/s", "13 tokens, us", "TB/s")
-    return table(header, lines)
-
-
 def experts() -> str:
     """Block fp8 experts."""
     lines = [
@@ -319,19 +303,24 @@ def host_reads() -> str:
     return table(("656 B rows from", *(f"{rows:,} rows" for rows in counts)), lines)
 
 
-def copies() -> str:
-    """By which instruction rows come."""
-    rows = load("host_copies").get("copies", [])
+def touched() -> str:
+    """Layers in turn, with and without their pages touched beside other work before."""
     lines = [
-        (
-            row["row_bytes"],
-            f"{row['rows']:,}",
-            *(row["us"][how] for how in ("plain loads", "cp.async")),
-        )
-        for row in rows
+        (f"{row['rows']:,}", f"{row['span'] / 1e9:.2f} GB", row["us"], row["touched_us"])
+        for row in load("host_layers")["touched"]
     ]
-    header = ("bytes a row", "rows", "plain loads", "cp.async")
-    return table(header, lines) if lines else "Not measured."
+    return table(("rows", "of a layer's", "us", "pages touched ahead"), lines)
+
+
+def versions() -> str:
+    """What made an earlier version's large recalls slow."""
+    rows = [row for row in load("recall_versions")["timings"] if row["batch"] == 13]
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    lines = [
+        (f"{count:,}", *(median(rows, misses=count, variant=name) for name in names))
+        for count in dict.fromkeys(row["misses"] for row in rows)
+    ]
+    return table(("rows recalled", *names), lines)
 
 
 def kinds() -> str:
@@ -375,6 +364,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "segment": peers.segment,
     "topk peers": peers.topk,
     "resident": resident,
+    "versions": versions,
     "append": append,
     "victims": victims,
     "step": step,
@@ -384,13 +374,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefill": prefill,
     "prefill cached": prefill_cached,
     "sparse mla": sparse_mla,
-    "products": products,
     "experts": experts,
     "overlap": overlap,
     "draw": draw,
     "host reads": host_reads,
     "host memory": kinds,
-    "host copies": copies,
+    "touched": touched,
     "pinning": pinning,
     "goals": goals,
 }

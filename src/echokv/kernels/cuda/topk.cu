@@ -5,7 +5,8 @@
 // the blocks read each other's lists, and each for itself fixes the k-th key among those few. If
 // the lists hold k keys or more, the k best of the row are among them, whatever the sample was
 // worth. Then every block marks what it contributes in a map of its part, and writes it in ascending
-// position after the blocks before it; ties on the k-th key go to the lower positions.
+// position after the blocks before it; ties on the k-th key go to the lower positions. Rows no
+// longer than the lists may get are listed whole.
 //
 // Rows for which the lists turn out too long or too short go the sure way: the cluster fixes the
 // k-th key by four digits of 8 bits over all keys, kept in registers as far as they fit, then in
@@ -537,7 +538,8 @@ DEVICE u32 kth_of_all(const Lists& lists, ListShared* shared, u32 total, u32 bou
   u32 sharing, prefix = fine_digit(shared, wanted, &sharing, thread);
   while (shift > 0 && sharing > WARP) {
     block_sync();  // everybody has read the histogram
-    for (u32 i = thread * 4; i < FINE; i += THREADS * 4) store_words(shared->histogram + i, {0, 0, 0, 0});
+    for (u32 i = thread * 4; i < FINE; i += THREADS * 4)
+      store_words(shared->histogram + i, {0, 0, 0, 0});
     block_sync();
     const u32 step = smaller(shift, FINE_BITS), above = shift;
     shift -= step;
@@ -693,8 +695,8 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   return true;
 }
 
-// This block's part of a row of so many scores: rows are shorter than they may get, and each is split
-// evenly as it is.
+// This block's part of a row of so many scores: rows are shorter than they may get, and each is
+// split evenly as it is.
 DEVICE Part part_of(const TopkArguments& a, u32 row, u32 length, u32 thread) {
   const u32 blocks = cluster_size(), warp = thread / WARP;
   const u32 chunk = ceil_div(ceil_div(length, blocks), 4) * 4;
@@ -730,7 +732,8 @@ KERNEL(TOPK_THREADS, 2) void topk(ARGUMENTS TopkArguments arguments) {
     if (rank == 0 && thread == 0) a.kth[row] = bits_float(0xff800000u);
     return;
   }
-  if (a.listed != 0 && topk_by_lists(a, part_of(a, row, length, thread), row, length, thread)) return;
+  if (a.listed != 0 && topk_by_lists(a, part_of(a, row, length, thread), row, length, thread))
+    return;
   // Read again, lest what follows from it takes registers from the common way.
   const u32 same = length_of(load_shared_value(a.context_lens + row), a.width);
   topk_by_digits(a, part_of(a, row, same, thread), row, thread);

@@ -4,6 +4,7 @@ A token's rows are cut into pieces, which programs attend to beside each other a
 adds in order. Pieces depend on k alone, so a token's result is the same in any batch.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from echokv.memory.formats import FP8_GROUP, RowFormat
 _TOKENS_AT_ONCE = 32  # bounds the workspace: 2 MiB a token at 128 heads and k = 2048
 _PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LOG2_E = 1.4426950408889634
+_HOPPERS = 227 * 1024  # bytes of shared memory that a block can have
+_AMPERES = 163 * 1024  # of an A100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +58,13 @@ def attend(
     fmt: RowFormat,
     scale: float,
     out: Tensor,
-    tiles: MlaTiles | None = None,
 ) -> None:
-    """`sparse_mla` of a few tokens into out; `tiles` other than `mla_tiles` are for benchmarks."""
+    """`sparse_mla` of a few tokens into out."""
     tokens, heads, _ = query.shape
     k, device = device_slots.shape[1], query.device
     is_fp8 = fmt.name == "fp8_ds_mla"
     compute = _compute_dtype(query.dtype, torch.bfloat16 if is_fp8 else _PLAIN[fmt.name])
-    tiles = tiles or mla_tiles(fmt.latent_dim, compute)
+    tiles = mla_tiles(fmt.latent_dim, compute, _shared_bytes(device))
     values = rows.view(torch.float8_e4m3fn if is_fp8 else _PLAIN[fmt.name])
     ropes = rows.view(torch.bfloat16) if is_fp8 else values
     rope_at = fmt.latent_dim + (2 * fmt.latent_dim // FP8_GROUP - fmt.latent_dim // 2) * is_fp8
@@ -89,12 +91,29 @@ def attend(
     )  # fmt: skip
 
 
-def mla_tiles(latent_dim: int, compute: tl.dtype) -> MlaTiles:
-    """Tiles that spill nothing on Hopper, and were the fastest there of those that were tried."""
+def mla_tiles(latent_dim: int, compute: tl.dtype, shared_bytes: int) -> MlaTiles:
+    """Tiles for a latent of up to 512 values and so much shared memory a block.
+
+    On Hopper they spill nothing, and were the fastest of those that were tried. With less shared
+    memory they fit it, from 99 KB on; how fast they are there has not been measured.
+    """
     if compute == tl.float32:
         return MlaTiles(heads=16, columns=128, rows=16, piece=256, warps=4, stages=1)
     whole = max(16, triton.next_power_of_2(latent_dim))
-    return MlaTiles(heads=64, columns=whole, rows=64, piece=128, warps=8, stages=2)
+    if shared_bytes >= _HOPPERS:
+        return MlaTiles(heads=64, columns=whole, rows=64, piece=128, warps=8, stages=2)
+    if shared_bytes >= _AMPERES:
+        return MlaTiles(heads=64, columns=whole, rows=32, piece=128, warps=8, stages=2)
+    return MlaTiles(heads=16, columns=whole, rows=32, piece=128, warps=4, stages=2)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _HOPPERS
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return int(properties["max_shared_mem"])
 
 
 def _compute_dtype(query: torch.dtype, rows: torch.dtype) -> tl.dtype:
@@ -102,9 +121,9 @@ def _compute_dtype(query: torch.dtype, rows: torch.dtype) -> tl.dtype:
     return tl.bfloat16 if query == rows == torch.bfloat16 else tl.float32
 
 
-def _signature(query: str, values: str) -> tuple[object, ...]:
+def _signature(query: str, values: str, shared_bytes: int = _HOPPERS) -> tuple[object, ...]:
     compute = tl.bfloat16 if query == "*bf16" and values != "*fp32" else tl.float32
-    tiles = mla_tiles(512, compute)
+    tiles = mla_tiles(512, compute, shared_bytes)
     is_fp8 = values == "*fp8e4nv"
     signature = {
         "query": query,
@@ -141,6 +160,8 @@ COMPILE_SIGNATURES = (
         for query in ("*bf16", "*fp32")
         for values in ("*fp8e4nv", "*bf16", "*fp32")
     ),
+    _signature("*bf16", "*bf16", _AMPERES),
+    *(_signature("*bf16", values, 99 * 1024) for values in ("*fp8e4nv", "*bf16")),
     (
         add_pieces,
         {
