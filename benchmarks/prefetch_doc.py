@@ -184,7 +184,7 @@ def gather_table() -> str:
 
 def beside_table() -> str:
     """A decode step with the guaranteed recall beside the query's products, and inline."""
-    cases, rows = load("decode-h200"), []
+    cases, rows = load("recall-beside-h200"), []
     for name, words in (("offload", "beside"), ("offload-inline", "where attention asks")):
         one = cases[name]["variants"]["offloaded"]
         cells = []
@@ -193,7 +193,7 @@ def beside_table() -> str:
             cells.append(f"{times['median']:.2f} ({times['p10']:.2f} to {times['p90']:.2f})")
         rows.append([words, *cells])
     header = ("guaranteed recall", "step of the engine, ms", "the step on the device, ms")
-    return f"{grid(header, rows)}\n\n{source('decode-h200')}"
+    return f"{grid(header, rows)}\n\n{source('recall-beside-h200')}"
 
 
 def prefill_segment_table() -> str:
@@ -326,7 +326,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode_prefetch": decode_table,
     "index_scores": scores_table,
     "host_reads": gather_table,
-    "decode-h200": beside_table,
+    "recall-beside-h200": beside_table,
     "prefill_segment": prefill_segment_table,
     "goals": goals_table,
 }

@@ -4,11 +4,17 @@ import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
 from echokv.errors import CapacityError
 from echokv.memory import pinned
 from echokv.memory.host_memory import HostMemory, online_numa_nodes, require_host_bytes
-from echokv.memory.pinned import PinnedBuffer, interleave_over_numa_nodes
+from echokv.memory.pinned import (
+    PinnedBuffer,
+    copy_in,
+    interleave_over_numa_nodes,
+    within_chunks,
+)
 
 PAGE = mmap.PAGESIZE
 
@@ -55,6 +61,39 @@ def test_chunks_cover_the_range_exactly(nbytes: int) -> None:
     one.close()
     assert registrar.ranges == {}
     one.close()
+
+
+@pytest.mark.parametrize("first", [0, 5, 24, 25, 31])
+def test_a_copy_never_spans_two_registrations(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    registrar = FakeRegistrar()
+    one = buffer(40 * 656, registrar)
+    chunks = registrar.ranges
+    rows = one.tensor.view(40, 656)
+    source = torch.randint(1, 256, (9, 656), dtype=torch.uint8)
+    copies: list[tuple[int, int]] = []
+    copy = torch.Tensor.copy_
+
+    def watched(target: torch.Tensor, values: torch.Tensor, **how: bool) -> torch.Tensor:
+        copies.append((target.data_ptr(), target.numel()))
+        return copy(target, values, **how)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", watched)
+    copy_in(rows[first : first + 9], source, register_chunk_bytes=4 * PAGE)
+    monkeypatch.undo()
+    for address, nbytes in copies:
+        inside = [start <= address and address + nbytes <= start + size
+                  for start, size in chunks.items()]  # fmt: skip
+        assert sum(inside) == 1
+    assert torch.equal(rows[first : first + 9], source)
+    assert not rows[:first].any() and not rows[first + 9 :].any()
+    one.close()
+
+
+def test_a_range_is_cut_at_multiples_of_a_chunk() -> None:
+    assert list(within_chunks(0, 0, 8)) == []
+    assert list(within_chunks(3, 8, 8)) == [(3, 8)]
+    assert list(within_chunks(8, 9, 8)) == [(8, 9)]
+    assert list(within_chunks(5, 30, 8)) == [(5, 8), (8, 16), (16, 24), (24, 30)]
 
 
 def test_the_default_chunk_is_64_gib() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from echokv.kernels.protocol import Kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
+from echokv.memory.pinned import copy_in
 from echokv.memory.slots import BLOCK_TOKENS
 
 _CHUNK_ROWS = {"cuda": 2**17, "cpu": 2**10}
@@ -42,7 +43,7 @@ def fill_rows(
             _normal(dim, generator)[: span.stop - span.start]
             for dim in (fmt.latent_dim, fmt.rope_dim)
         )
-        rows[span].copy_(kernels.encode_rows(latent, rope, fmt), non_blocking=True)
+        copy_in(rows[span], kernels.encode_rows(latent, rope, fmt))
 
 
 @torch.inference_mode()

@@ -123,6 +123,34 @@ class PinnedBuffer:
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
+def copy_in(
+    target: Tensor, source: Tensor, *, register_chunk_bytes: int = REGISTER_CHUNK_BYTES
+) -> None:
+    """Copy rows from a device into a `PinnedBuffer`, or into plain memory; doesn't wait.
+
+    In pieces that lie within one registration each: the driver refuses a copy that spans two
+    ("invalid argument"). Kernels may read and write across.
+
+    Args:
+        target: [N, row_bytes] uint8, contiguous, a view of the buffer.
+        source: [N, row_bytes] uint8, contiguous.
+        register_chunk_bytes: what the buffer was registered in.
+    """
+    flat, rows = target.view(-1), source.view(-1)
+    start = int(target.storage_offset())  # within the buffer: a storage begins where it does
+    for begin, end in within_chunks(start, start + flat.numel(), register_chunk_bytes):
+        piece = slice(begin - start, end - start)
+        flat[piece].copy_(rows[piece], non_blocking=True)
+
+
+def within_chunks(start: int, stop: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """A range cut at every multiple of chunk_bytes within it."""
+    while start < stop:
+        end = min(stop, (start // chunk_bytes + 1) * chunk_bytes)
+        yield start, end
+        start = end
+
+
 def _chunks(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
     for start in range(0, nbytes, chunk_bytes):
         yield start, min(chunk_bytes, nbytes - start)
