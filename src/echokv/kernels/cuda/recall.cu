@@ -2,13 +2,13 @@
 //
 // `make_resident` does lookup, eviction, allocation, mapping, copy and translation in one launch;
 // contract in recall.py. A block owns the rows that its own entries miss: it claims them in the
-// mapping and tells the grid that it has looked; then its warps, which share these rows evenly, send
-// for the first of them, and it takes the next names off the ready list, while it waits for the rest
-// of the grid, since a row that somebody else selects must not leave. Blocks that miss nothing don't
-// wait at all. Blocks move their rows in the order of addresses, roughly: reads that all blocks do at
-// the same time then share translations of addresses. What has to be in order is in order by the barrier alone: priorities only ever rise
-// while a selection is made resident, so that they are raised by atomic maxima, and a mapping
-// carries its whole message.
+// mapping and tells the grid that it has looked; then its warps, which share these rows evenly,
+// send for the first of them, and it takes the next names off the ready list, while it waits for
+// the rest of the grid, since a row that somebody else selects must not leave. Blocks that miss
+// nothing don't wait at all. Blocks move their rows in the order of addresses, roughly: reads that
+// all blocks do at the same time then share translations of addresses. What has to be in order is
+// in order by the barrier alone: priorities only ever rise while a selection is made resident, so
+// that they are raised by atomic maxima, and a mapping carries its whole message.
 #include "claims.cuh"
 #include "rows.cuh"
 
@@ -252,7 +252,8 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
       take_places(a, &entry, __ballot_sync(ALL_LANES, entry.mine), lane);
       say_where(a, entry, found);
       if (entry.missing)
-        a.device_slots[entry.index] = pack(entry.mine ? entry.victim.place : LATE, entry.level, floor);
+        a.device_slots[entry.index] =
+            pack(entry.mine ? entry.victim.place : LATE, entry.level, floor);
     }
   }
 
@@ -271,7 +272,8 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   block_sync();
   RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
   const bool ahead = fits_registers(a) && warp < claims;
-  if (ahead) held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
+  if (ahead)
+    held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
   if (thread == WARP) shared->place = place;
   block_sync();
   if (mine.mine) mine.victim = name_victim(a.layer, shared->place + at);
@@ -290,7 +292,8 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
       block_sync();
       claims = place_claim(a, shared, entry, &at, lane);
     }
-    const bool settled = entry.mine && settle(a.layer, &entry.victim, entry.host_slot, entry.level, floor);
+    const bool settled =
+        entry.mine && settle(a.layer, &entry.victim, entry.host_slot, entry.level, floor);
     if (entry.mine) a.device_slots[entry.index] = shared->device_slots[at] = entry.victim.slot;
     const u32 recalled = __popc(__ballot_sync(ALL_LANES, entry.mine));
     const u32 allocated = __popc(__ballot_sync(ALL_LANES, settled));

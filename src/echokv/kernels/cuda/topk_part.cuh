@@ -1,0 +1,54 @@
+// What a block of a cluster has of its row, and how it reads it; for topk.cu.
+#pragma once
+#include "device.cuh"
+
+#ifndef TOPK_THREADS
+#define TOPK_THREADS 512
+#endif
+constexpr u32 THREADS = TOPK_THREADS;
+constexpr u32 WARPS = THREADS / WARP;
+constexpr u32 MAX_CLUSTER = 16;
+constexpr u32 GROUP = 4 * WARP;  // keys that a warp looks at at once
+
+struct TopkArguments {
+  const float* scores;      // [rows, width]
+  const i32* context_lens;  // [rows]
+  i32* positions;           // [rows, k] out
+  float* kth;               // [rows] out
+  i32 width;
+  i32 k;
+  i32 chunk;    // most scores of a row that a block looks at, a multiple of 4
+  i32 cached;   // of those, how many the sure way keeps, a multiple of 4
+  i32 listed;   // most keys of the lists together, at least THREADS; 0: only the sure way
+};
+
+// A block's part of a row, and the groups of it that this warp looks at.
+struct Part {
+  const float* scores;  // its first
+  u32* keys;
+  u32 begin;  // where in the row
+  u32 size;
+  u32 cached;
+  bool aligned;  // to sixteen bytes
+  u32 first, last;
+};
+
+DEVICE Words read_scores(const Part& part, u32 at) {  // bits; 0xffffffff, a NaN, past the end
+  if (part.aligned && at + 4 <= part.size) return load_words(part.scores + at);
+  const u32* bits = reinterpret_cast<const u32*>(part.scores);
+  Words words = {ALL_LANES, ALL_LANES, ALL_LANES, ALL_LANES};
+  if (at < part.size) words.x = bits[at];
+  if (at + 1 < part.size) words.y = bits[at + 1];
+  if (at + 2 < part.size) words.z = bits[at + 2];
+  if (at + 3 < part.size) words.w = bits[at + 3];
+  return words;
+}
+
+DEVICE Words to_keys(const Part& part, u32 at, Words bits) {  // 0 past the end
+  Words keys;
+  keys.x = at < part.size ? order_key(bits.x) : 0;
+  keys.y = at + 1 < part.size ? order_key(bits.y) : 0;
+  keys.z = at + 2 < part.size ? order_key(bits.z) : 0;
+  keys.w = at + 3 < part.size ? order_key(bits.w) : 0;
+  return keys;
+}
