@@ -4,6 +4,8 @@ Parameters are created uninitialised on the current default device and never tra
 fills them (`models.weights`).
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,12 +22,12 @@ def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-class Stacked(nn.Module):
+class Stacked(nn.Module, ABC):
     """A module whose parameters hold several tensors of a checkpoint, or one of another shape."""
 
+    @abstractmethod
     def places(self) -> dict[str, Tensor]:
         """Checkpoint names, relative to the module's, and views of the checkpoint's shapes."""
-        raise NotImplementedError
 
 
 class Linear(nn.Module):
