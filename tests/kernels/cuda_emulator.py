@@ -43,6 +43,7 @@ RECALL_THREADS = 64
 VICTIM_THREADS = 64
 LIST_ENTRIES = 256
 LISTED_THREADS = 64
+_UNKNOWN = 0x7FC0DEAD  # as in prefetch.cuh: the bits of a k-th score that isn't there yet
 FEW_ENTRIES = 512
 """Of a selection in which a warp has four entries, as in a decode step; in larger ones 32."""
 
@@ -253,7 +254,7 @@ class Emulator:
         found.counts.zero_()
         found.host_slots.fill_(-1)
         found.scores.fill_(-torch.inf)
-        kth_scores.view(torch.int32).fill_(fetch_listed.UNKNOWN)
+        kth_scores.view(torch.int32).fill_(_UNKNOWN)
         shares = torch.zeros((blocks, 3), dtype=torch.int32)
         # What another launch left: candidates of any row, of other epochs.
         entries = torch.randint(0, 99, (blocks, scoring, LIST_ENTRIES, 4), dtype=torch.int32)

@@ -55,7 +55,7 @@ struct Fiber {
 };
 
 struct Grid {
-  u32 blocks, blocks_y, threads, cluster;
+  u32 blocks, threads, cluster;
   std::vector<Block> block;
   std::vector<Cluster> clusters;
   std::vector<Fiber> fibers;
@@ -109,16 +109,16 @@ inline bool block_barrier(bool flag) {
   return barrier.flags[generation % 2];
 }
 
-inline void launch(u32 blocks, u32 blocks_y, u32 threads, u32 cluster, size_t shared, u32 seed,
+inline void launch(u32 blocks, u32 threads, u32 cluster, size_t shared, u32 seed,
                    std::function<void()> body, u64 tick = 0) {
   Grid mine;
   mine.tick = tick;
-  mine.blocks = blocks, mine.blocks_y = blocks_y, mine.threads = threads, mine.cluster = cluster;
+  mine.blocks = blocks, mine.threads = threads, mine.cluster = cluster;
   mine.body = body;
   mine.random.seed(seed);
-  mine.block.resize(blocks * blocks_y);
-  mine.clusters.resize(blocks * blocks_y / cluster);
-  mine.fibers.resize(size_t(blocks) * blocks_y * threads);
+  mine.block.resize(blocks);
+  mine.clusters.resize(blocks / cluster);
+  mine.fibers.resize(size_t(blocks) * threads);
   grid = &mine;
   for (Block& one : mine.block) {
     one.shared.resize(shared + 16 + GUARD, POISON);
@@ -169,8 +169,7 @@ DEVICE u8* shared_memory() {
                                16);
 }
 DEVICE u32 thread_index() { return emulated::grid->now->thread; }
-DEVICE u32 block_index() { return emulated::grid->now->block % emulated::grid->blocks; }
-DEVICE u32 block_index_y() { return emulated::grid->now->block / emulated::grid->blocks; }
+DEVICE u32 block_index() { return emulated::grid->now->block; }
 DEVICE u32 grid_size() { return emulated::grid->blocks; }
 DEVICE void block_sync() { emulated::block_barrier(false); }
 DEVICE bool block_any(bool flag) { return emulated::block_barrier(flag); }
@@ -250,11 +249,6 @@ DEVICE T atomicMax(T* to, T value) {
   emulated::maybe_yield();
   const T old = *to;
   *to = std::max(old, value);
-  return old;
-}
-DEVICE u32 atomicMin(u32* to, u32 value) {
-  const u32 old = *to;
-  *to = std::min(old, value);
   return old;
 }
 DEVICE u32 atomicOr(u32* to, u32 value) {

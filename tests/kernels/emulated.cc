@@ -181,27 +181,27 @@ static void fetch_late(const InterArguments& a) {
 
 extern "C" {
 void run_tiling(u32 blocks, u32 seed, const tiling::Arguments* a) {
-  emulated::launch(blocks, 1, WARP, 1, 16, seed, [=] { tiling::kernel(*a); });
+  emulated::launch(blocks, WARP, 1, 16, seed, [=] { tiling::kernel(*a); });
 }
 void run_inter(u32 blocks, u32 seed, const inter::Arguments* a) {
   const u32 shared = sizeof(inter::Shared) + a->fetching * sizeof(WaveNotes);
-  emulated::launch(blocks, 1, (a->scoring + 1 + a->fetching) * WARP, 1, shared, seed,
+  emulated::launch(blocks, (a->scoring + 1 + a->fetching) * WARP, 1, shared, seed,
                    [=] { inter::kernel(*a); });
 }
 void run_inter_late(u32 blocks, u32 seed, const InterArguments* a) {
-  emulated::launch(blocks, 1, 2 * WARP, 1, 2 * sizeof(WaveNotes), seed,
+  emulated::launch(blocks, 2 * WARP, 1, 2 * sizeof(WaveNotes), seed,
                    [=] { inter::fetch_late(*a); });
 }
 void run_prefetch(u32 blocks, u32 seed, u32 tick, const prefetching::Arguments* a) {
-  emulated::launch(blocks, 1, a->scoring * WARP + LISTED_THREADS, 1, sizeof(prefetching::Shared),
+  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1, sizeof(prefetching::Shared),
                    seed, [=] { prefetching::kernel(*a); }, tick);
 }
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {
-  emulated::launch(blocks, 1, TOPK_THREADS, cluster, shared, seed, [=] { topk(*arguments); });
+  emulated::launch(blocks, TOPK_THREADS, cluster, shared, seed, [=] { topk(*arguments); });
 }
 void run_make_resident(u32 blocks, u32 shared, u32 seed,
                        const recall::ResidentArguments* arguments) {
-  emulated::launch(blocks, 1, RECALL_THREADS, 1, shared, seed, [=] {
+  emulated::launch(blocks, RECALL_THREADS, 1, shared, seed, [=] {
     if (blocks == u32(arguments->tiles))
       recall::make_resident(*arguments);
     else
@@ -209,16 +209,16 @@ void run_make_resident(u32 blocks, u32 shared, u32 seed,
   });
 }
 void run_append_rows(u32 blocks, u32 shared, u32 seed, const append::AppendArguments* arguments) {
-  emulated::launch(blocks, 1, RECALL_THREADS, 1, shared, seed,
+  emulated::launch(blocks, RECALL_THREADS, 1, shared, seed,
                    [=] { append::append_rows(*arguments); });
 }
 void run_gather_rows(u32 blocks, u32 seed, const recall::GatherArguments* arguments) {
-  emulated::launch(blocks, 1, RECALL_THREADS, 1, 16, seed,
+  emulated::launch(blocks, RECALL_THREADS, 1, 16, seed,
                    [=] { recall::gather_rows(*arguments); });
 }
 void run_choose_victims(u32 blocks, u32 cluster, u32 shared, u32 seed,
                         const victims::VictimArguments* a) {
-  emulated::launch(blocks, 1, VICTIM_THREADS, cluster, shared, seed,
+  emulated::launch(blocks, VICTIM_THREADS, cluster, shared, seed,
                    [=] { victims::choose_victims(*a); });
 }
 }

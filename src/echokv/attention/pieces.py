@@ -71,9 +71,7 @@ def fresh_rows(host_slots: Tensor, step: int) -> NDArray[np.int32]:
     pairs = pairs.flatten().sort().values
     before = torch.cat([pairs.new_full((1,), -1), pairs[:-1]])
     new = pairs != before
-    same_slot = pairs.div(blocks, rounding_mode="floor") == before.div(
-        blocks, rounding_mode="floor"
-    )
+    same_slot = pairs // blocks == before // blocks
     since = torch.where(same_slot, before % blocks + 1, 0)  # 0: by none, 1: by block 0, ...
     nowhere = blocks * (blocks + 1)
     cells = torch.where(new & (pairs >= 0), pairs % blocks * (blocks + 1) + since, nowhere)

@@ -33,7 +33,6 @@ DEVICE u8* shared_memory() {
 
 DEVICE u32 thread_index() { return threadIdx.x; }
 DEVICE u32 block_index() { return blockIdx.x; }
-DEVICE u32 block_index_y() { return blockIdx.y; }
 DEVICE u32 grid_size() { return gridDim.x; }
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE bool block_any(bool flag) { return __syncthreads_or(flag); }

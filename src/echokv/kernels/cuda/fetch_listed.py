@@ -26,9 +26,6 @@ KERNELS = ("fetch_listed",)
 LIST_ENTRIES = 128
 """Candidates of a scoring warp; it forgets what comes after them."""
 
-UNKNOWN = 0x7FC0DEAD
-"""The bits of a k-th score that isn't known yet."""
-
 
 class PrefetchArguments(Arguments):
     """See prefetch.cuh."""

@@ -78,7 +78,6 @@ class CudaModule:
         device: torch.device,
         *,
         blocks: int,
-        blocks_y: int = 1,
         shared_bytes: int = 0,
         cluster: int = 1,
         early: bool = False,
@@ -90,8 +89,7 @@ class CudaModule:
             kernel: its name.
             arguments: copied before this returns.
             device: where its tensors live.
-            blocks: the grid in x.
-            blocks_y: the grid in y.
+            blocks: of the grid.
             shared_bytes: dynamic shared memory of a block.
             cluster: blocks of a cluster; divides `blocks`.
             early: start it while the kernel before it ends, which it waits for itself
@@ -107,9 +105,7 @@ class CudaModule:
             function = self._function(kernel, device, beside)
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             address = ctypes.addressof(parameters)
-            config = self._config(
-                blocks, blocks_y, shared_bytes, _attributes(driver, cluster, early)
-            )
+            config = self._config(blocks, shared_bytes, _attributes(driver, cluster, early))
             (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"launching {kernel} of {self.name}.cu: {_reason(driver, error)}")
@@ -136,7 +132,7 @@ class CudaModule:
             allowed = names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             (error,) = driver.cuFuncSetAttribute(function, allowed, 1)
             _require(error, f"letting {kernel} have clusters of {cluster} blocks")
-            config = self._config(cluster, 1, shared_bytes, _attributes(driver, cluster, False))
+            config = self._config(cluster, shared_bytes, _attributes(driver, cluster, False))
             error, count = driver.cuOccupancyMaxActiveClusters(function, config)
         return int(count) if error == driver.CUresult.CUDA_SUCCESS else 0
 
@@ -146,11 +142,11 @@ class CudaModule:
             self.load(device, (kernel,), beside=beside)
         return self._functions[index, kernel, beside]
 
-    def _config(self, blocks: int, blocks_y: int, shared_bytes: int, attributes: list):
+    def _config(self, blocks: int, shared_bytes: int, attributes: list):
         from cuda.bindings import driver
 
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, blocks_y, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream
