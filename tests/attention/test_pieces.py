@@ -35,7 +35,7 @@ def test_pieces_cover_every_row_fit_and_are_as_long_as_can_be(
     rows: int, topk: int, population: int, spare: int, seed: int
 ) -> None:
     host_slots, capacity = selections(rows, topk, population, seed), topk + spare
-    pieces = plan_pieces(host_slots, capacity)
+    pieces = plan_pieces(host_slots, capacity, population)
     covered = [row for piece in pieces for row in range(piece.rows.start, piece.rows.stop)]
     assert covered == list(range(rows))
     step = capacity // topk
@@ -63,9 +63,9 @@ def test_fresh_rows_of_a_block_are_those_no_block_since_has(step: int) -> None:
 
 def test_rows_that_select_alike_stay_together() -> None:
     same = torch.arange(8, dtype=torch.int32).expand(1000, 8)
-    assert [piece.rows for piece in plan_pieces(same, 8)] == [slice(0, 1000)]
+    assert [piece.rows for piece in plan_pieces(same, 8, 2**40)] == [slice(0, 1000)]
     other = torch.arange(8000, dtype=torch.int32).view(1000, 8)
-    assert len(plan_pieces(other, 8)) == 1000
+    assert len(plan_pieces(other, 8, 2**40)) == 1000
 
 
 def test_slots_of_a_large_pool_are_told_apart() -> None:
@@ -73,4 +73,4 @@ def test_slots_of_a_large_pool_are_told_apart() -> None:
     topk, last = 4, 2**31 - 1
     host_slots = torch.full((3000, topk), last, dtype=torch.int32)
     host_slots[::2] = last - 1
-    assert [piece.distinct for piece in plan_pieces(host_slots, topk)] == [2]
+    assert [piece.distinct for piece in plan_pieces(host_slots, topk, 2**40)] == [2]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from echokv.attention import sparse_mla
 from echokv.attention.sparse_mla import SparseAttention
 from echokv.cache.batch import ForwardBatch, fits_at_once
 from echokv.cache.manager import CacheManager
@@ -84,6 +85,19 @@ class Recorder:
 
     def wait(self) -> None:
         self.cache.wait()
+
+    def stage(
+        self, layer: int, host_slots: HostSlots, *, most_rows: int
+    ) -> tuple[Tensor, DeviceSlots]:
+        self.calls.append(("staged", host_slots.shape[0]))
+        self.most_rows = most_rows
+        rows, places = self.cache.stage(layer, host_slots, most_rows=most_rows)
+        used = places[places >= 0]
+        assert rows.shape == (most_rows, FMT.row_bytes) and sorted(set(used.tolist())) == list(
+            range(len(host_slots[host_slots >= 0].unique()))
+        )
+        rows[len(used.unique()) :] = 0xFF
+        return rows, places
 
     def rows(self, layer: int) -> Tensor:
         return self.cache.rows(layer)
@@ -191,7 +205,7 @@ def test_it_is_softmax_over_the_selected_rows(pool: int | None, tokens: int, pad
 
 
 @pytest.mark.parametrize("pool", [TOPK, 20, 57, 63])
-def test_pieces_change_no_bit(pool: int) -> None:
+def test_copies_change_no_bit(pool: int) -> None:
     expected = World(None, 7, 25).attend(0)
     assert torch.equal(World(pool, 7, 25).attend(0), expected)
 
@@ -216,15 +230,40 @@ def test_a_pass_of_many_entries_over_few_rows_is_one_step() -> None:
     world.cache.cache.check()
 
 
-def test_a_pass_that_does_not_fit_makes_each_piece_a_step() -> None:
+def test_a_pass_that_does_not_fit_leaves_the_pool_alone() -> None:
     world = World(7 * (TOPK + 1) - 1, 7, 25)
+    manager = world.cache.cache
+    assert isinstance(manager, CacheManager)
+    before = manager.state.device_to_host.clone()
     world.attend(0)
-    step = ("step", 0)
-    assert world.cache.calls[1:] == [step, ("resident", 7)]
+    assert world.cache.calls[1:] == [("staged", 7)]
+    assert torch.equal(manager.state.device_to_host, before)
+    manager.check()
+
+
+def test_copies_take_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = World(None, 7, 25).attend(0)
+    monkeypatch.setattr(sparse_mla, "MAX_STAGED_BYTES", (3 * TOPK - 1) * FMT.row_bytes)
     world = World(3 * TOPK - 1, 7, 25)
-    world.attend(0)
-    assert world.cache.calls[1:] == [step, ("resident", 4), step, ("resident", 3)]
+    assert torch.equal(world.attend(0), expected)
+    assert world.cache.calls[1:] == [("staged", 4), ("staged", 3)]
     assert world.cache.most_rows == len(world.picked[4:].unique()) - 1  # one is -1
+
+
+def test_rows_are_counted_where_they_were_found() -> None:
+    world = World(20, 7)
+    manager = world.cache.cache
+    assert isinstance(manager, CacheManager)
+    before = manager.counters()[1]
+    chosen = world.selection.host_slots
+    slots = chosen[chosen >= 0].unique()
+    resident = int((manager.state.host_to_device[1][slots.long()] >= 0).sum())
+    assert 0 < resident < len(slots)
+    world.attend(1)
+    after = manager.counters()[1]
+    assert after.selected - before.selected == len(slots)
+    assert after.recalled - before.recalled == len(slots) - resident
+    assert after.evicted == before.evicted
 
 
 @pytest.mark.parametrize("pool", [7 * (TOPK + 1), 256])

@@ -1,7 +1,7 @@
-"""How a pass whose selections don't fit the device pool together is cut into pieces that do.
+"""How a pass that selects too many rows at once is cut into pieces that don't.
 
 Neighbouring queries select much the same rows, and a row that a piece selects twice takes one
-slot: pieces are as long as their *distinct* rows allow, which is often many times what the worst
+place: pieces are as long as their *distinct* rows allow, which is often many times what the worst
 case would. Counting them waits for the device, once a layer: prefill can, decode never gets here.
 """
 
@@ -21,23 +21,24 @@ class Piece:
     distinct: int
 
 
-def plan_pieces(host_slots: Tensor, capacity: int) -> list[Piece]:
-    """Cut a pass into pieces whose selections, each taken alone, fit the device pool.
+def plan_pieces(host_slots: Tensor, capacity: int, context_rows: int) -> list[Piece]:
+    """Cut a pass into pieces that each select at most so many rows.
 
     Pieces consist of blocks of capacity // k rows, which fit whatever they select, and are as long
     as they can be, from the first on.
 
     Args:
         host_slots: [T, k] int32, what each row selects, -1 where it selects fewer.
-        capacity: device slots a layer that one piece may take; at least k.
+        capacity: distinct rows that one piece may select; at least k.
+        context_rows: most distinct rows that the pass can select; where they fit, nothing waits.
 
     Returns:
         Pieces in order; together they are [0, T).
     """
     num_rows, topk = host_slots.shape
-    step = capacity // topk
-    if num_rows <= step:
-        return [Piece(slice(0, num_rows), min(capacity, num_rows * topk))]
+    step, most = capacity // topk, min(context_rows, num_rows * topk)
+    if most <= capacity:
+        return [Piece(slice(0, num_rows), most)]
     fresh = fresh_rows(host_slots, step)
     pieces: list[Piece] = []
     first, distinct = 0, 0

@@ -1,15 +1,15 @@
 """Sparse MLA over cached rows: makes what was selected resident, then attends.
 
 Knows the cache and the attention kernel. When a pass may select more rows than the device pool
-holds, it attends in pieces of fewer tokens (`attention/pieces.py`), and any pool of at least k
-slots works. A decode step always fits, so that nothing in it waits for the device.
+holds, it attends over copies of them, and any pool of at least k slots works. A decode step always
+fits, so that nothing in it waits for the device.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from echokv.attention.pieces import Piece, plan_pieces
+from echokv.attention.pieces import plan_pieces
 from echokv.cache.batch import ForwardBatch, fits_at_once
 from echokv.cache.protocol import KVCache
 from echokv.errors import CapacityError
@@ -23,12 +23,18 @@ RECALL_BESIDE = True
 recalls them where attention asks."""
 
 
+MAX_STAGED_BYTES = 128 * 2**20
+"""Most bytes of copied rows alive at once. They come when the scores of the layer are gone, and so
+need no more HBM than is kept for those (`memory.plan.MAX_SCORE_BYTES`)."""
+
+
 class SparseAttention:
     """Reads and writes the MLA rows of every layer.
 
-    A pass that fits (`fits_at_once`) is one cache step: new and selected rows stay resident until
-    the next pass. Otherwise it attends in pieces (`plan_pieces`), each a cache step of its own;
-    new rows are then kept as far as the pool goes and recalled from host where they had to leave.
+    A pass that fits (`fits_at_once`) makes its selection resident: new and selected rows stay so
+    until the next pass. Otherwise each layer's selection is copied out of both pools (`stage`), in
+    pieces of fewer tokens (`plan_pieces`) where the copies would exceed MAX_STAGED_BYTES; new rows
+    are kept as far as the pool goes.
 
     The rows of a decode step can be recalled beside what its query still needs
     (`begin_recall`): copying over PCIe and reading weights don't slow each other.
@@ -74,9 +80,11 @@ class SparseAttention:
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
-        most = min(batch.num_real_tokens * (self._topk + 1), batch.num_context_rows)
+        real = batch.num_real_tokens
+        most = real if not self._fits(batch, self._topk) else real * (self._topk + 1)
+        most = min(most, batch.num_context_rows)
         if self._rows_ahead is not None:
-            most += batch.num_real_tokens * self._rows_ahead(batch)
+            most += real * self._rows_ahead(batch)
         self._cache.begin_step(most_rows=most)
 
     def end_pass(self) -> None:
@@ -144,43 +152,51 @@ class SparseAttention:
             [T, H, latent_dim] in the dtype of query; zeros for padding.
         """
         real, topk = batch.num_real_tokens, selection.host_slots.shape[1]
-        whole = Piece(slice(0, real), batch.num_context_rows)
-        if self._fits(batch, topk):
-            if real == batch.num_tokens:
-                return self._attend_piece(layer, query, selection, batch, whole)
-            pieces = [whole]
-        else:
-            pieces = plan_pieces(selection.host_slots[:real], self._cache.capacity)
-        output = query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
-        for piece in pieces:
-            if piece is not whole:
-                self._cache.begin_step(layer, most_rows=piece.distinct)
-            output[piece.rows] = self._attend_piece(layer, query, selection, batch, piece)
-        return output
-
-    def _attend_piece(
-        self,
-        layer: int,
-        query: Tensor,
-        selection: Selection,
-        batch: ForwardBatch,
-        piece: Piece,
-    ) -> Tensor:
-        rows = piece.rows
+        if not self._fits(batch, topk):
+            return self._attend_staged(layer, query, selection, batch)
+        rows = slice(0, real)
         device_slots, self._recalled = self._recalled, None
         if device_slots is None:
             device_slots = self._cache.make_resident(
-                layer, *_of_rows(selection, rows), max_distinct=piece.distinct
+                layer, *_of_rows(selection, rows), max_distinct=batch.num_context_rows
             )
         else:
             self._cache.wait()
-        args = (query[rows], self._cache.rows(layer), device_slots, self._fmt, self._scale)
+        attended = self._over(self._cache.rows(layer), device_slots, query, batch, rows)
+        if real == batch.num_tokens:
+            return attended
+        output = self._zeros(query)
+        output[rows] = attended
+        return output
+
+    def _attend_staged(
+        self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch
+    ) -> Tensor:
+        """`attend` of a pass that doesn't fit the device pool."""
+        host_slots = HostSlots(selection.host_slots[: batch.num_real_tokens])
+        most = max(self._topk, MAX_STAGED_BYTES // self._fmt.row_bytes)
+        output = self._zeros(query)
+        for piece in plan_pieces(host_slots, most, batch.num_context_rows):
+            copies, places = self._cache.stage(
+                layer, HostSlots(host_slots[piece.rows]), most_rows=piece.distinct
+            )
+            output[piece.rows] = self._over(copies, places, query, batch, piece.rows)
+        return output
+
+    def _over(
+        self, rows: Tensor, slots: DeviceSlots, query: Tensor, batch: ForwardBatch, tokens: slice
+    ) -> Tensor:
+        """Attention of some tokens of a pass over rows that `slots` name."""
+        args = (query[tokens], rows, slots, self._fmt, self._scale)
         library = self._kernels.library_mla
         if library is None:
             return self._kernels.sparse_mla(*args)
         if batch.is_decode:
             return library.decode(*args)
-        return library.prefill(*args, first_row=rows.start)
+        return library.prefill(*args, first_row=tokens.start)
+
+    def _zeros(self, query: Tensor) -> Tensor:
+        return query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
 
     def _fits(self, batch: ForwardBatch, topk: int) -> bool:
         capacity = self._cache.capacity

@@ -16,6 +16,7 @@ from echokv.cache.protocol import LayerCounters
 from echokv.cache.ready import ReadyLists
 from echokv.cache.reserve import EVICTED, HITS, RECALLED, WRITTEN, Reserver
 from echokv.cache.side_stream import SideStream
+from echokv.cache.staged import StagedRows
 from echokv.cache.state import CacheState
 from echokv.errors import CapacityError
 from echokv.kernels.fused_layer import TOTALS, FusedLayer
@@ -66,6 +67,7 @@ class CacheManager:
         self.side = SideStream(device)
         """Where `prefetch` and `recall_ahead` run: whatever else touches the cache waits first."""
         self._prefetched = PrefetchedRows(kernels, self.state, self.side)
+        self._staged = StagedRows(kernels, self.state, host_pool, device_pool)
 
     @property
     def capacity(self) -> int:
@@ -178,6 +180,13 @@ class CacheManager:
         )
         return DeviceSlots(device_slots.view(host_slots.shape))
 
+    def stage(
+        self, layer: int, host_slots: HostSlots, *, most_rows: int
+    ) -> tuple[Tensor, DeviceSlots]:
+        """See `KVCache`."""
+        self.side.join()
+        return self._staged.stage(layer, host_slots, most_rows)
+
     def prefetch(self, layer: int, host_slots: HostSlots) -> None:
         """Fetch rows that the selection may want, before it is known; for the side stream.
 
@@ -258,17 +267,18 @@ class CacheManager:
         self.end_step()
         resident = (self.state.device_free == 0).sum(dim=1).tolist()
         ahead, useful = self._prefetched.totals.tolist(), self._prefetched.useful.tolist()
+        staged = self._staged.totals.tolist()
         return [
             LayerCounters(
-                selected=row[HITS] + row[RECALLED],  # hits and misses, each distinct
-                recalled=row[RECALLED],
+                selected=row[HITS] + row[RECALLED] + sum(copied),  # hits and misses, each distinct
+                recalled=row[RECALLED] + copied[1],
                 evicted=row[EVICTED] + early[EVICTED],
                 prefetched=early[RECALLED],
                 useful=wanted,
                 resident=count,
             )
-            for row, early, wanted, count in zip(
-                self._totals.tolist(), ahead, useful, resident, strict=True
+            for row, copied, early, wanted, count in zip(
+                self._totals.tolist(), staged, ahead, useful, resident, strict=True
             )
         ]
 

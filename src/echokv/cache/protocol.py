@@ -137,6 +137,24 @@ class KVCache(Protocol):
         """Let the current stream wait for `recall_ahead`."""
         ...
 
+    def stage(
+        self, layer: int, host_slots: HostSlots, *, most_rows: int
+    ) -> tuple[Tensor, DeviceSlots]:
+        """Copies of a selection's rows, where the device pool has no room for all of them.
+
+        The pool stays as it is.
+
+        Args:
+            layer: decoder layer.
+            host_slots: [T, k] int32, -1 for none; duplicates allowed.
+            most_rows: most distinct rows among them.
+
+        Returns:
+            [most_rows, row_bytes] uint8, and [T, k] int32 places in it, -1 exactly where host_slots
+            is -1.
+        """
+        ...
+
     def rows(self, layer: int) -> Tensor:
         """[N_G, row_bytes] uint8: the rows that device slots name."""
         ...

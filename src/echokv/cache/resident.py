@@ -91,6 +91,12 @@ class ResidentCache:
     def wait(self) -> None:
         """Nothing runs beside the current stream."""
 
+    def stage(
+        self, layer: int, host_slots: HostSlots, *, most_rows: int
+    ) -> tuple[Tensor, DeviceSlots]:
+        """Every row is in the pool already: the pool itself."""
+        return self.rows(layer), DeviceSlots(host_slots)
+
     def rows(self, layer: int) -> Tensor:
         """See `KVCache`."""
         return self._device_pool.rows[layer]
