@@ -8,6 +8,7 @@ for the last queries of one request, then `CacheManager.make_resident` for all o
 random.
 
     off          all queries are scored, then selected, then recalled
+    resident     the same with nothing missing: what is left if all of the recall could be hidden
     on           in query blocks; a block's exact selection is recalled while the next is scored
     fused        rows above a histogram's bound move while later queries are scored
                  (`prefill_scores_prefetch`; --backend cuda)
@@ -149,15 +150,17 @@ def measure(case: PrefillCase, kind: str, hit: float, blocks: tuple[int, ...]) -
     """Microseconds a layer without, and with each size of query block; interleaved."""
     world, generator = case.world, torch.Generator(device=case.world.device)
     runs: dict[str, Callable[[], Any]] = {"off": lambda: case.run(world.plain)}
+    runs["resident"] = runs["off"]
     for block in blocks:
         runs[f"on, blocks of {block}"] = lambda block=block: in_blocks(case, block)
     if world.backend == "cuda":
         runs["fused"] = lambda: case.run_fused(late=False)
         runs["fused, late"] = lambda: case.run_fused(late=True)
+    share_of = dict.fromkeys(runs, hit) | {"resident": 1.0}
     variants = {}
     for name, run in runs.items():
         generator.manual_seed(1)
-        case.draw(NOISE[kind], hit, generator)
+        case.draw(NOISE[kind], share_of[name], generator)
         variants[name] = decode.graph_of(run, world.device)
     times: dict[str, list[float]] = {name: [] for name in variants}
     rows = 0.0
@@ -165,11 +168,11 @@ def measure(case: PrefillCase, kind: str, hit: float, blocks: tuple[int, ...]) -
         for name, (replay, results) in variants.items():
             torch.manual_seed(repeat + 1)
             generator.manual_seed(repeat + 1)
-            missing = case.draw(NOISE[kind], hit, generator)
+            missing = case.draw(NOISE[kind], share_of[name], generator)
             taken = decode.microseconds(replay, world.flush)
             if repeat < 0:
                 case.check(results, missing)
-                rows = sum(len(one) for one in missing) / world.sizes.layers
+                rows = max(rows, sum(len(one) for one in missing) / world.sizes.layers)
             else:
                 times[name].append(taken / world.sizes.layers)
     spreads = {name: common.spread(values) for name, values in times.items()}

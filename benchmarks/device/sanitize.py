@@ -6,8 +6,8 @@
 
 (cuda-bindings asks the driver for functions that it may not have, which memcheck would report.)
 
-Every kernel of `kernels/cuda/{recall,append,victims,topk,index_scores,fetch_listed}.cu` runs
-over the cases that differ in code: rows of 16-byte words and others, tiles that wait in
+Every kernel of `kernels/cuda/{recall,append,victims,topk,index_scores,fetch_listed,prefill_scores}.cu`
+runs over the cases that differ in code: rows of 16-byte words and others, tiles that wait in
 device_slots, lists that last and lists made anew, clusters of one and of eight, parts of a row in
 registers, in shared memory and read again, 32 and 64 heads. The tools run one kernel at a time, so
 what the scores list is fetched after them here. Results are compared with the plain Python model,
@@ -20,7 +20,9 @@ import sys
 import time
 
 import torch
+from tests.kernels import test_cuda_inter
 from tests.kernels.cache_model import layer_in_use
+from tests.kernels.inter_model import InterCase
 from tests.kernels.prefetch_model import make_case
 from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_cuda_prefetch import OnGpu
@@ -28,6 +30,7 @@ from tests.kernels.test_cuda_prefetch import OnGpu
 from echokv.kernels.cuda import fused, recall, topk
 
 CUDA = torch.device("cuda")
+PARTS = ("cache", "topk", "prefetch", "prefill")
 
 
 def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None:
@@ -83,27 +86,46 @@ def check_prefetch(row_bytes: int, heads: int) -> None:
     on_gpu.prefetch(20, 65536 // 100, 2)
 
 
+def check_prefill(row_bytes: int, heads: int) -> None:
+    """Scores in tiles, and with rows moving, early and late; some find no place."""
+    rng = random.Random(heads)
+    chunks = [(700, 70), (70, 1), (129, 9), (64, 64)]
+    for most in (2000, 20):
+        under_test = test_cuda_inter.in_use(rng, 2000, 60, row_bytes)
+        case = InterCase(under_test, chunks, rng, shared=1)
+        on_gpu = test_cuda_inter.OnGpu(case, heads)  # makes plain scores
+        assert on_gpu.prefetch(60, most)
+
+
 def main() -> int:
     """Run everything; an assertion or the sanitizer says what is wrong."""
     parser = argparse.ArgumentParser(description="Kernels to be run under compute-sanitizer.")
-    parser.add_argument("--without-topk", action="store_true", help="the cache's kernels only")
-    options = parser.parse_args()
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parts = parser.parse_args().parts
     torch.manual_seed(3)
     start = time.perf_counter()
-    for row_bytes in (656, 40):
+
+    def say(what: str) -> None:
+        print(f"{what}: {time.perf_counter() - start:.1f} s", flush=True)
+
+    for row_bytes in (656, 40) if "cache" in parts else ():
         check_resident(row_bytes, 4, 130, None)
         check_resident(row_bytes, 3, 33, 32)
         check_gather(row_bytes)
-        print(f"rows of {row_bytes} B: {time.perf_counter() - start:.1f} s", flush=True)
-    check_resident(656, 300, 70, 4)  # more tiles than resident blocks
-    shapes = () if options.without_topk else ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000))
-    for shape in shapes:
+        say(f"rows of {row_bytes} B")
+    if "cache" in parts:
+        check_resident(656, 300, 70, 4)  # more tiles than resident blocks
+    for shape in ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000)) if "topk" in parts else ():
         check_topk(*shape)
         check_topk(*shape, zeros=True)
-        print(f"topk {shape}: {time.perf_counter() - start:.1f} s", flush=True)
+        say(f"topk {shape}")
     for row_bytes, heads in ((656, 64), (1152, 32)):
-        check_prefetch(row_bytes, heads)
-        print(f"prefetch, {heads} heads: {time.perf_counter() - start:.1f} s", flush=True)
+        if "prefetch" in parts:
+            check_prefetch(row_bytes, heads)
+            say(f"prefetch, {heads} heads")
+        if "prefill" in parts:
+            check_prefill(row_bytes, heads)
+            say(f"prefill, {heads} heads")
     torch.cuda.synchronize()
     print("all as the models say")
     return 0
