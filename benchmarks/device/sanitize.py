@@ -6,12 +6,12 @@
 
 (cuda-bindings asks the driver for functions that it may not have, which memcheck would report.)
 
-Every kernel of `kernels/cuda/{recall,append,victims,topk,index_scores,fetch_listed,prefill_scores}.cu`
-runs over the cases that differ in code: rows of 16-byte words and others, tiles that wait in
-device_slots, lists that last and lists made anew, clusters of one and of eight, parts of a row in
-registers, in shared memory and read again, 32 and 64 heads. The tools run one kernel at a time, so
-what the scores list is fetched after them here. Results are compared with the plain Python model,
-so that what the tools watched was right.
+Every kernel of `kernels/cuda/{recall,append,victims,topk,index_scores,fetch_listed}.cu` and of
+prefill_scores.cu runs over the cases that differ in code: rows of 16-byte words and others, tiles
+that wait in device_slots, lists that last and lists made anew, clusters of one and of eight, parts
+of a row in registers, in shared memory and read again, 32 and 64 heads. The tools run one kernel at
+a time, so what the scores list is fetched after them here. Results are compared with the plain
+Python model, so that what the tools watched was right.
 """
 
 import argparse

@@ -220,7 +220,7 @@ def test_a_pass_that_fits_is_one_step() -> None:
 def test_a_step_is_told_how_many_rows_it_may_take() -> None:
     assert World(256, 7, 25).cache.most_rows == 7 * (TOPK + 1)
     assert World(100, 30, 2, context_rows=100).cache.most_rows == 100
-    assert World(256, 7, ahead=True).cache.most_rows == 7 * (TOPK + 1) + 7 * 3
+    assert World(256, 7, ahead=True).cache.most_rows == 7 * (TOPK + 1) + 3
 
 
 def test_a_pass_of_many_entries_over_few_rows_is_one_step() -> None:

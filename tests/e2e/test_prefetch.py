@@ -39,6 +39,7 @@ HUGE = PrefetchBudget(rows_per_unit=2**20, least=2**20)
 def fill(value: float) -> Callable[[Predictions], None]:
     def overwrite(predictions: Predictions) -> None:
         predictions.thresholds.fill_(value)
+        predictions.shifts.fill_(value)
         predictions.limits.fill_(2**30)
 
     return overwrite
@@ -51,6 +52,8 @@ def scatter(predictions: Predictions) -> None:
     chosen = values[torch.randint(len(values), shape, generator=RANDOM)]
     predictions.thresholds.copy_(chosen)
     predictions.useful.copy_(torch.rand(shape, generator=RANDOM) * 40)
+    shifts = predictions.shifts
+    shifts.copy_(values[torch.randint(len(values), shifts.shape, generator=RANDOM)])
     predictions.limits.copy_(torch.randint(-9, 99, shape, generator=RANDOM))
 
 

@@ -66,6 +66,7 @@ def emulated_kernels() -> Any:
         fetches=made.fetches,
         index_scores_prefetch=made.index_scores_prefetch,
         topk=made.topk_known,
+        prefill_scores_prefetch=made.prefill_scores_prefetch,
     )
     ops |= {"name": "cuda", "fused": made, "fused_prefetch": ahead}
     return SimpleNamespace(**ops)
@@ -341,6 +342,30 @@ class Emulator:
                 limits, layer, found, kth_scores, rows_per_unit=rows_per_unit, least=least,
             )  # fmt: skip
         return scores
+
+    def prefill_scores_prefetch(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        fmt: IndexKeyFormat,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        context_lens: Tensor,
+        max_context_len: int,
+        shifts: Tensor,
+        layer: FusedLayer,
+        *,
+        k: int,
+        most: int,
+    ) -> tuple[Tensor, Tensor]:
+        """`prefill_scores_prefetch`: the reference's scores, then what they name."""
+        keys = (pages, fmt, block_tables, request_rows, context_lens, max_context_len)
+        scores = reference_scores(query, weights, *keys)
+        found = self.inter_prefetch(
+            scores, context_lens, request_rows, block_tables, shifts, layer, k=k, most=most
+        )
+        return scores, found.host_slots
 
     def topk_known(
         self, scores: Tensor, context_lens: Tensor, k: int, kth_scores: Tensor

@@ -32,9 +32,10 @@ class SparseAttention:
     """Reads and writes the MLA rows of every layer.
 
     A pass that fits (`fits_at_once`) makes its selection resident: new and selected rows stay so
-    until the next pass. Otherwise each layer's selection is copied out of both pools (`stage`), in
-    pieces of fewer tokens (`plan_pieces`) where the copies would exceed MAX_STAGED_BYTES; new rows
-    are kept as far as the pool goes.
+    until the next pass. Otherwise only what each request's last token selects becomes resident, for
+    the next step will want much of it, and new rows as far as the pool goes; all tokens then attend
+    over copies out of both pools (`stage`), in pieces of fewer tokens (`plan_pieces`) where the
+    copies would exceed MAX_STAGED_BYTES.
 
     The rows of a decode step can be recalled beside what its query still needs
     (`begin_recall`): copying over PCIe and reading weights don't slow each other.
@@ -48,7 +49,7 @@ class SparseAttention:
         fmt: how a row is laid out.
         scale: softmax scale, YaRN's mscale squared included.
         topk: entries of a selection.
-        rows_ahead: where rows are prefetched, how many a token of a pass may bring; None: nothing
+        rows_ahead: where rows are prefetched, how many a layer of a pass may bring; None: nothing
             is.
 
     Raises:
@@ -81,10 +82,10 @@ class SparseAttention:
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
         real = batch.num_real_tokens
-        most = real if not self._fits(batch, self._topk) else real * (self._topk + 1)
-        most = min(most, batch.num_context_rows)
+        selecting = real if self._fits(batch, self._topk) else len(self._last_rows(batch))
+        most = min(real + selecting * self._topk, batch.num_context_rows)
         if self._rows_ahead is not None:
-            most += real * self._rows_ahead(batch)
+            most += self._rows_ahead(batch)
         self._cache.begin_step(most_rows=most)
 
     def end_pass(self) -> None:
@@ -100,13 +101,15 @@ class SparseAttention:
             rope: [T, rope_dim], rotated, in the interleaved order of the projection.
             batch: the pass; `host_slots` says where each row goes.
         """
-        real = batch.num_real_tokens
+        real, keep = batch.num_real_tokens, self._cache.capacity
+        if not self._fits(batch, self._topk):
+            keep -= len(self._last_rows(batch)) * self._topk
         rows = self._kernels.encode_rows(latent, rope, self._fmt)
         self._cache.append(
             layer,
             HostSlots(batch.host_slots[:real]),
             rows[:real],
-            keep=min(real, self._cache.capacity),
+            keep=min(real, keep),
             # A prefetch that takes rows in needs to know which are there.
             beside=self._rows_ahead is None,
         )
@@ -173,6 +176,10 @@ class SparseAttention:
         self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch
     ) -> Tensor:
         """`attend` of a pass that doesn't fit the device pool."""
+        last = self._last_rows(batch)
+        if len(last) > 0:
+            chosen = HostSlots(selection.host_slots[last])
+            self._cache.make_resident(layer, chosen, selection.scores[last])
         host_slots = HostSlots(selection.host_slots[: batch.num_real_tokens])
         most = max(self._topk, MAX_STAGED_BYTES // self._fmt.row_bytes)
         output = self._zeros(query)
@@ -194,6 +201,12 @@ class SparseAttention:
         if batch.is_decode:
             return library.decode(*args)
         return library.prefill(*args, first_row=tokens.start)
+
+    def _last_rows(self, batch: ForwardBatch) -> Tensor:
+        """[R] int64: the last row of each request, of as many as the pool has room for."""
+        if batch.chunks is None:
+            return batch.sampled_rows[:0]
+        return batch.chunks.last_rows[: self._cache.capacity // self._topk]
 
     def _zeros(self, query: Tensor) -> Tensor:
         return query.new_zeros(*query.shape[:2], self._fmt.latent_dim)

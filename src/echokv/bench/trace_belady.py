@@ -3,7 +3,8 @@
 The same steps under the same rules as the product: rows selected or written in one cache step are
 resident together, so nothing is bypassed; released rows are gone. Evicting, among the rows that
 the step doesn't need, those whose next selection is farthest away is optimal then too (exchange
-argument: keeping the one needed sooner never costs more).
+argument: keeping the one needed sooner never costs more). Where a pass doesn't fit, and the product
+reads copies, any of its rows may stay: what is left then is a bound that no policy reaches below.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from echokv.bench.trace_format import Codes, Ints, Trace
 from echokv.bench.trace_replay import (
     PassRows,
     ReplayResult,
+    fits,
+    kept,
     passes,
-    pieces,
     require_capacity,
 )
 from echokv.log import progress
@@ -33,6 +35,7 @@ class Step:
     written: Ints  # made resident without a recall
     selected: Ints  # distinct, ascending
     codes: Codes  # of their scores; the highest where several rows select a slot
+    fits: bool  # whether what is selected must be resident
 
 
 def belady(trace: Trace, capacity: int) -> ReplayResult:
@@ -66,26 +69,19 @@ def cache_steps(trace: Trace, capacity: int) -> list[list[Step]]:
     steps: list[list[Step]] = [[] for _ in trace.layers]
     for number, one in enumerate(passes(trace)):
         for layer, mine in enumerate(steps):
-            mine += _steps(one, number, layer, capacity)
+            mine.append(_step(one, number, layer, capacity))
     return steps
 
 
-def _steps(one: PassRows, number: int, layer: int, capacity: int) -> list[Step]:
-    """One pass in one layer: a cache step, or a step of writing and one for each piece."""
-    none, no_codes = np.zeros(0, np.int32), np.zeros(0, np.uint8)
-    kept = one.written[max(0, one.written.size - capacity) :]
-    cut = pieces(one, layer, capacity)
-    if cut is None:
-        return [Step(number, one.released, kept, *_distinct(one, layer, slice(None)))]
-    return [
-        Step(number, one.released, kept, none, no_codes),
-        *(Step(number, none, none, *_distinct(one, layer, piece.rows)) for piece in cut),
-    ]
+def _step(one: PassRows, number: int, layer: int, capacity: int) -> Step:
+    """One pass in one layer."""
+    stays = kept(one, capacity)
+    return Step(number, one.released, stays, *_distinct(one, layer), fits(one, capacity))
 
 
-def _distinct(one: PassRows, layer: int, rows: slice) -> tuple[Ints, Codes]:
-    """The host slots that some rows select, and the highest code of each."""
-    slots, codes = one.selected[layer, rows].ravel(), one.codes[layer, rows].ravel()
+def _distinct(one: PassRows, layer: int) -> tuple[Ints, Codes]:
+    """The host slots that the rows select, and the highest code of each."""
+    slots, codes = one.selected[layer].ravel(), one.codes[layer].ravel()
     found, places = np.unique(slots, return_inverse=True)
     highest = np.zeros(found.size, np.uint8)
     np.maximum.at(highest, places, codes)
@@ -96,7 +92,7 @@ def fewest_misses(steps: list[Step], capacity: int, host_slots: int) -> list[int
     """Recalls of each step of one layer under MIN.
 
     Args:
-        steps: in order; written and selected rows of each fit the pool together.
+        steps: in order; what must be resident in each fits the pool together.
         capacity: device slots.
         host_slots: every host slot is below this.
     """
@@ -113,9 +109,10 @@ def fewest_misses(steps: list[Step], capacity: int, host_slots: int) -> list[int
         next_use[slots] = future
         excess = int(resident.sum()) - capacity
         if excess > 0:
-            resident[slots] = False
+            staying = slots if step.fits else step.written
+            resident[staying] = False
             others = np.flatnonzero(resident)
-            resident[slots] = True
+            resident[staying] = True
             assert excess <= others.size, "the rows of one step exceed the device pool"
             farthest = np.argpartition(next_use[others], others.size - excess)[-excess:]
             resident[others[farthest]] = False

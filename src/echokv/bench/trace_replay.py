@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from echokv.attention.pieces import Piece, plan_pieces
 from echokv.bench.trace_format import Ints, Trace, code_scores, selected_rows_by_pass
 from echokv.cache.batch import fits_at_once
 from echokv.cache.manager import CacheManager
@@ -55,6 +54,8 @@ class PassRows:
     written: Ints  # [T] host slots
     selected: Ints  # [L, t, k] host slots, -1 padded; t rows of the pass were recorded
     codes: NDArray[np.uint8]  # [L, t, k]
+    num_requests: int
+    last: NDArray[np.int64]  # those of the t rows that are their request's last in the pass
 
 
 @dataclass(frozen=True)
@@ -90,20 +91,29 @@ def passes(trace: Trace) -> Iterator[PassRows]:
     owners = trace.row_sequence[trace.row_selected]
     for number, (rows, selected) in enumerate(selected_rows_by_pass(trace)):
         blocks = trace.release_block[releases[number] : releases[number + 1]]
+        is_last = np.append(np.diff(trace.row_sequence[rows]) != 0, True)
         yield PassRows(
             context_rows=_context_rows(trace, rows),
             released=(blocks[:, None] * BLOCK_TOKENS + offsets).ravel().astype(np.int32),
             written=trace.slots(trace.row_sequence[rows], trace.row_position[rows]),
             selected=trace.slots(owners[selected][None, :, None], trace.positions[:, selected]),
             codes=trace.score_codes[:, selected],
+            num_requests=int(is_last.sum()),
+            last=np.flatnonzero(is_last[trace.row_selected[rows]]),
         )
 
 
-def pieces(one: PassRows, layer: int, capacity: int) -> list[Piece] | None:
-    """How attention cuts a pass in a layer, each piece a cache step; None: it doesn't."""
-    if fits_at_once(one.written.size, one.selected.shape[2], one.context_rows, capacity):
-        return None
-    return plan_pieces(torch.from_numpy(one.selected[layer]), capacity)
+def fits(one: PassRows, capacity: int) -> bool:
+    """Whether a pass makes its selection resident; otherwise attention reads copies of its rows."""
+    return fits_at_once(one.written.size, one.selected.shape[2], one.context_rows, capacity)
+
+
+def kept(one: PassRows, capacity: int) -> Ints:
+    """The written rows that stay; a pass that doesn't fit leaves room for its last tokens'."""
+    topk = one.selected.shape[2]
+    if not fits(one, capacity):
+        capacity -= min(one.num_requests, capacity // topk) * topk
+    return one.written[max(0, one.written.size - capacity) :]
 
 
 def _context_rows(trace: Trace, rows: slice) -> int:
@@ -164,21 +174,18 @@ def _replay_pass(manager: CacheManager, one: PassRows) -> None:
     manager.begin_step()
     written = HostSlots(torch.from_numpy(one.written))
     rows = torch.zeros(written.shape[0], ROW_BYTES, dtype=torch.uint8)
-    keep = min(written.shape[0], manager.capacity)
+    keep = kept(one, manager.capacity).size
     selected = torch.from_numpy(one.selected)
     scores = torch.from_numpy(code_scores(one.codes))
-    whole = Piece(slice(0, selected.shape[1]), one.context_rows)
     for layer in range(selected.shape[0]):
         manager.append(layer, written, rows, keep=keep)
-        for piece in pieces(one, layer, manager.capacity) or [whole]:
-            if piece is not whole:
-                manager.begin_step()
-            manager.make_resident(
-                layer,
-                HostSlots(selected[layer, piece.rows]),
-                scores[layer, piece.rows],
-                max_distinct=piece.distinct,
-            )
+        if fits(one, manager.capacity):
+            slots, most = HostSlots(selected[layer]), one.context_rows
+            manager.make_resident(layer, slots, scores[layer], max_distinct=most)
+        else:
+            last = one.last[: manager.capacity // selected.shape[2]]
+            manager.make_resident(layer, HostSlots(selected[layer, last]), scores[layer, last])
+            manager.stage(layer, HostSlots(selected[layer]), most_rows=one.context_rows)
 
 
 def _differences(history: list[list[int]]) -> NDArray[np.int64]:

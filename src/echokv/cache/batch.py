@@ -12,11 +12,19 @@ from echokv.memory.slots import HostSlots
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """The requests of a pass that isn't a decode pass, in the order of its block tables."""
+
+    request_slots: Tensor  # [R] int64
+    last_rows: Tensor  # [R] int64: row of each one's last token
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardBatch:
     """The tokens of one forward pass. T tokens, R requests, B blocks a table, S sampled rows.
 
     Rows of one request are contiguous and in ascending position. A decode pass, one token a
-    request, has request_slots; others neither predict nor learn.
+    request, has request_slots; others may have chunks.
     """
 
     token_ids: Tensor  # [T] int64
@@ -30,6 +38,7 @@ class ForwardBatch:
     max_context_len: int  # largest entry of context_lens, on the CPU
     num_context_rows: int  # most distinct rows that the pass can select or write; on the CPU
     num_real_tokens: int  # rows [0, num_real_tokens) are real, the rest padding; on the CPU
+    chunks: Chunks | None = None  # None: a decode pass, or one that neither predicts nor learns
 
     @property
     def is_decode(self) -> bool:

@@ -31,7 +31,8 @@ class StagedRows:
         self._device_pool = device_pool
         device = state.priority.device
         self.totals = torch.zeros((state.num_layers, 2), dtype=torch.int64, device=device)
-        """[L, 2] int64: distinct rows found in the device pool, and fetched from host."""
+        """[L, 2] int64: distinct rows found in the device pool, less those that were selected in
+        this step before, and rows fetched from host."""
 
     def stage(
         self, layer: int, host_slots: HostSlots, most_rows: int
@@ -47,7 +48,8 @@ class StagedRows:
             [most_rows, row_bytes] uint8, and [T, k] int32, -1 exactly where host_slots is.
         """
         device_rows, host_rows = self._device_pool.rows[layer], self._host_pool.rows[layer]
-        where = self._state.layer(layer).host_to_device
+        state = self._state.layer(layer)
+        where = state.host_to_device
         wanted = torch.zeros(where.shape[0] + 1, dtype=torch.bool, device=where.device)
         entries = host_slots.flatten().long()
         wanted.index_fill_(0, entries, True)  # -1 wraps to the spare entry
@@ -56,10 +58,13 @@ class StagedRows:
         rows = device_rows.new_empty((most_rows, device_rows.shape[1]))
         resident = where >= 0
         slots, targets, found = _listed(wanted[:-1] & resident, places, most_rows)
-        self._kernels.recall(where[slots.long()], found, targets, device_rows, rows)
+        sources = where[slots.long()]
+        self._kernels.recall(sources, found, targets, device_rows, rows)
+        ranked = state.priority[sources.clamp(min=0).long()] > self._state.floor
+        again = (ranked & (targets >= 0)).sum()
         slots, targets, absent = _listed(wanted[:-1] & ~resident, places, most_rows)
         self._kernels.recall(slots, absent, targets, host_rows, rows)
-        self.totals[layer] += torch.cat([found, absent])
+        self.totals[layer] += torch.cat([found - again, absent])
         return rows, DeviceSlots(places[entries].view(host_slots.shape))
 
 

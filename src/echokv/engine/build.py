@@ -259,7 +259,7 @@ def _context(
         row_format(config, sizes),
         sizes.softmax_scale,
         sizes.index_topk,
-        rows_ahead=None if prefetcher is None else prefetcher.rows_per_request,
+        rows_ahead=None if prefetcher is None else prefetcher.rows_ahead,
     )
     selector = hooks.selector(model, indexer) if hooks.selector else indexer
     beside = SideStream(decided.device, urgent=False) if QUERY_BESIDE else None

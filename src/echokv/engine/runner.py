@@ -8,13 +8,14 @@ Sampled tokens stay on the device for the next step, which may be launched befor
 them.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from echokv.attention.context import ForwardContext
-from echokv.cache.batch import ForwardBatch
+from echokv.cache.batch import Chunks, ForwardBatch
 from echokv.engine.draw import Method
 from echokv.engine.graph import DecodeGraphs
 from echokv.engine.in_flight import StepInFlight
@@ -102,21 +103,28 @@ class ModelRunner:
     def _build(self, items: list[ScheduledRequest]) -> ForwardBatch:
         rows = self._token_tile or sum(item.count for item in items)
         inputs = PassInputs.gather(items, rows)
+        is_decode = all(item.count == 1 for item in items)
         return ForwardBatch(
             token_ids=self._token_ids(inputs),
             positions=self._tensor(inputs.positions, torch.int32),
             context_lens=self._tensor(inputs.context_lens, torch.int32),
             host_slots=HostSlots(self._tensor(inputs.host_slots, torch.int32)),
             request_rows=self._tensor(inputs.request_rows, torch.int32),
-            request_slots=self._tensor(inputs.request_slots, torch.int32)
-            if all(item.count == 1 for item in items)
-            else None,
+            request_slots=self._tensor(inputs.request_slots, torch.int32) if is_decode else None,
             block_tables=self._tensor(inputs.padded_tables(), torch.int32),
             sampled_rows=self._tensor(inputs.sampled_rows, torch.int64),
             max_context_len=max(inputs.context_lens),
             num_context_rows=inputs.num_context_rows,
             num_real_tokens=inputs.num_real_tokens,
+            chunks=None if is_decode else self._chunks(items),
         )
+
+    def _chunks(self, items: list[ScheduledRequest]) -> Chunks:
+        ends = itertools.accumulate(item.count for item in items)
+        slots, last = self._tensor(
+            [[item.request.request_slot for item in items], [end - 1 for end in ends]], torch.int64
+        )
+        return Chunks(request_slots=slots, last_rows=last)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """LM head over sampled rows, in tiles where the backend has them."""

@@ -138,14 +138,10 @@ class Indexer:
             self._select_rows(index_layer, query, weights, batch, number, rows)
             for number, rows in enumerate(self._pieces(batch))
         ]
-        if len(pieces) == 1:
-            return pieces[0]
-        return Selection(
-            positions=torch.cat([piece.positions for piece in pieces]),
-            host_slots=HostSlots(torch.cat([piece.host_slots for piece in pieces])),
-            scores=torch.cat([piece.scores for piece in pieces]),
-            kth_scores=torch.cat([piece.kth_scores for piece in pieces]),
-        )
+        selection = pieces[0] if len(pieces) == 1 else _joined(pieces)
+        if self._prefetcher is not None:
+            self._prefetcher.prefill.learn(selection.kth_scores, batch)
+        return selection
 
     def _pieces(self, batch: ForwardBatch) -> list[slice]:
         """The rows of a pass, cut so that the scores of each piece fit their bound."""
@@ -168,12 +164,12 @@ class Indexer:
         if prefetcher is not None and prefetcher.is_on and whole:
             scores = prefetcher.score(index_layer, query, weights, *keys, batch)
             if scores is None:
-                scores = self._scores(query, weights, keys, batch, piece, rows)
+                scores = self._scores(index_layer, query, weights, batch, piece, rows)
                 prefetcher.start(index_layer, scores, batch)
             positions, kth_scores = prefetcher.topk(index_layer, scores, batch)
             prefetcher.learn(index_layer, kth_scores, batch)
         else:
-            scores = self._scores(query[rows], weights[rows], keys, batch, piece, rows)
+            scores = self._scores(index_layer, query[rows], weights[rows], batch, piece, rows)
             positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
         slots, selected = self._kernels.name_rows(
             positions, scores, request_rows, batch.block_tables
@@ -187,23 +183,35 @@ class Indexer:
 
     def _scores(
         self,
+        index_layer: int,
         query: Tensor,
         weights: Tensor,
-        keys: tuple[Tensor, IndexKeyFormat],
         batch: ForwardBatch,
         piece: int,
         rows: slice,
     ) -> Tensor:
         """[t, W] float32 of some rows of a pass."""
+        scored = (query, weights, self._pages[index_layer], self._fmt)
+        if self._prefetcher is not None:
+            made = self._prefetcher.prefill.score(index_layer, *scored, batch, rows)
+            if made is not None:
+                return made
         scheduled = self._kernels.scheduled_scores
         if scheduled is not None:
-            return scheduled.index_scores(query, weights, *keys, self._schedules[piece])
+            return scheduled.index_scores(*scored, self._schedules[piece])
         return self._kernels.index_scores(
-            query,
-            weights,
-            *keys,
+            *scored,
             batch.block_tables,
             batch.request_rows[rows],
             batch.context_lens[rows],
             batch.max_context_len,
         )
+
+
+def _joined(pieces: list[Selection]) -> Selection:
+    return Selection(
+        positions=torch.cat([piece.positions for piece in pieces]),
+        host_slots=HostSlots(torch.cat([piece.host_slots for piece in pieces])),
+        scores=torch.cat([piece.scores for piece in pieces]),
+        kth_scores=torch.cat([piece.kth_scores for piece in pieces]),
+    )

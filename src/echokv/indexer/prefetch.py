@@ -5,7 +5,7 @@ stream, while scores are made where the backend can, and while the top-k is foun
 then decides what is attended, and `make_resident` fetches what is still missing: a wrong prediction
 costs time, never a token.
 
-docs/prefetch.md has the protocol, and why prefill doesn't prefetch.
+docs/prefetch.md has the protocol. Prefill passes are `indexer.prefill_prefetch`'s.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from echokv.cache.batch import ForwardBatch
 from echokv.cache.manager import CacheManager
+from echokv.indexer.prefill_prefetch import PrefillPrefetcher
 from echokv.indexer.threshold import Predictions
 from echokv.kernels.prefetch_args import BUDGET_UNIT, Candidates, row_budget
 from echokv.kernels.protocol import Kernels
@@ -86,8 +87,16 @@ class Prefetcher:
         self._pass: _Pass | None = None
         self._fused = None if kernels.scheduled_scores is not None else kernels.fused_prefetch
         device = predictions.thresholds.device
+        self.prefill = PrefillPrefetcher(self._fused, cache, predictions, index_layers, topk)
+        """The same for passes that aren't decode passes."""
         self._lists = None if self._fused is None else self._fused.candidate_lists(device)
         self._decoder_layers = torch.tensor(index_layers, dtype=torch.int32, device=device)
+
+    def rows_ahead(self, batch: ForwardBatch) -> int:
+        """Most rows that a layer of any pass may fetch, all requests together."""
+        if batch.is_decode:
+            return batch.num_real_tokens * self.rows_per_request(batch)
+        return self.prefill.rows_ahead(batch)
 
     def rows_per_request(self, batch: ForwardBatch) -> int:
         """Columns of candidates in this pass, from what is known before it runs; 0: no prefetch.
@@ -111,6 +120,7 @@ class Prefetcher:
             batch: any pass.
         """
         self._most, self._pass = self.rows_per_request(batch), None
+        self.prefill.begin_pass(batch)
 
     @property
     def is_on(self) -> bool:

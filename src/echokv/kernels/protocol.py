@@ -143,7 +143,11 @@ class ModelKernels(Protocol):
 
 
 class FusedPrefetch(Protocol):
-    """Scores and rows of a layer at the same time; see `kernels/cuda/index_scores.py`."""
+    """Scores and rows of a layer at the same time.
+
+    See `kernels/cuda/index_scores.py`, and for prefill `kernels/cuda/prefill_prefetch.py`, of which
+    the second result is host_slots [most]: -1, and what was fetched.
+    """
 
     def fetches(
         self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer
@@ -176,6 +180,23 @@ class FusedPrefetch(Protocol):
 
     def topk(
         self, scores: Tensor, context_lens: Tensor, k: int, kth_scores: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def prefill_scores_prefetch(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        fmt: IndexKeyFormat,
+        block_tables: Tensor,
+        request_rows: Tensor,
+        context_lens: Tensor,
+        max_context_len: int,
+        shifts: Tensor,
+        layer: FusedLayer,
+        *,
+        k: int,
+        most: int,
     ) -> tuple[Tensor, Tensor]: ...
 
 

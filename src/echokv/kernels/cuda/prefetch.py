@@ -1,14 +1,23 @@
 """What a prefetch takes from this folder: `FusedPrefetch` of `kernels/protocol.py`."""
 
-import torch
+from typing import Any
 
-from echokv.kernels.cuda import fetch_listed, index_scores
+import torch
+from torch import Tensor
+
+from echokv.kernels.cuda import fetch_listed, index_scores, prefill_prefetch
 from echokv.kernels.cuda import topk as selecting
 from echokv.kernels.cuda.index_scores import fetches, index_scores_prefetch
 from echokv.kernels.cuda.topk import topk
 from echokv.kernels.prefetch_args import CandidateLists
 
-__all__ = ["candidate_lists", "fetches", "index_scores_prefetch", "topk"]
+__all__ = [
+    "candidate_lists",
+    "fetches",
+    "index_scores_prefetch",
+    "prefill_scores_prefetch",
+    "topk",
+]
 
 
 def candidate_lists(device: torch.device) -> CandidateLists:
@@ -21,3 +30,9 @@ def candidate_lists(device: torch.device) -> CandidateLists:
         entries=torch.zeros(shape, dtype=torch.int32, device=device),
         epoch=torch.zeros(1, dtype=torch.int32, device=device),
     )
+
+
+def prefill_scores_prefetch(*inputs: Any, k: int, most: int) -> tuple[Tensor, Tensor]:
+    """See `prefill_prefetch`; what `fetch_late` would need is left out."""
+    scores, found = prefill_prefetch.prefill_scores_prefetch(*inputs, k=k, most=most)
+    return scores, found.host_slots
