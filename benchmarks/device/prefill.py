@@ -4,10 +4,11 @@
     python benchmarks/device/prefill.py --small --output small.json          # anywhere
 
 Few layers of DeepSeek-V3.2's shapes, random weights, the product's engine. The same prompt runs
-offloaded and resident; it counts only if both give the same tokens and, byte for byte, the same
-rows: in host memory offloaded, in HBM resident. Then a chunk that ends a cached prompt, whose rows
-are in the device pool or in host memory alone. `--profile 8 30` lists the kernels of those steps,
-on a GPU. `--small` runs the same code at toy sizes; its times mean nothing.
+offloaded, without and with prefetch, and resident; it counts only if all give the same tokens and,
+byte for byte, the same rows: in host memory offloaded, in HBM resident. Then a chunk that ends a
+cached prompt, whose rows are in the device pool or in host memory alone, without and with prefetch.
+`--profile 8 30` lists the kernels of those steps, on a GPU. `--small` runs the same code at toy
+sizes; its times mean nothing.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from echokv.engine.sampling_params import SamplingParams
 from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
 PROFILED_KERNELS = 24
+TURNS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +74,15 @@ SMALL = Scale(
 )
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "offloaded": {"offload": True, "prefetch": "off"},
+    "offloaded, prefetch on": {"offload": True, "prefetch": "on"},
+    "resident": {"offload": False, "prefetch": "off"},
+}
+
+
 def main() -> int:
-    """Run both ways, write JSON, say what differed; 1 when anything did."""
+    """Run all ways, write JSON, say what differed; 1 when anything did."""
     options = _options()
     scale = SMALL if options.small else REAL
     if options.prompt:
@@ -92,9 +101,9 @@ def main() -> int:
             loaded.config.vocab_size, (scale.prompt,), generator=generator
         ).tolist()
         figures, tokens, rows = {}, [], []
-        for name in ("offloaded", "resident"):
+        for name, overrides in VARIANTS.items():
             figures[name], generated, written = prefill(
-                loaded, scale, prompt, offload=name != "resident", profiled=tuple(options.profile)
+                loaded, scale, prompt, profiled=tuple(options.profile), **overrides
             )
             tokens.append(generated)
             rows.append(written)
@@ -103,8 +112,10 @@ def main() -> int:
             "tokens": all(one == tokens[0] for one in tokens),
             "rows": all(torch.equal(one, rows[0]) for one in rows),
         }
-        cold = cold_prefix(loaded, scale, prompt)
-        print(f"cold prefix: {cold}", flush=True)
+        cold = {}
+        for prefetch in ("off", "on"):
+            cold[prefetch] = cold_prefix(loaded, scale, prompt, prefetch)
+            print(f"cold prefix, prefetch {prefetch}: {cold[prefetch]}", flush=True)
         result = report.environment(options.commit) | {
             "scale": dataclasses.asdict(scale),
             "model": decode_report.run_figures(loaded, scale.preset),
@@ -123,6 +134,7 @@ def prefill(
     prompt: list[int],
     *,
     offload: bool,
+    prefetch: str,
     profiled: tuple[int, ...],
 ) -> tuple[dict[str, Any], list[int], Tensor]:
     """One prompt through an engine of its own; the kernels of some steps are printed.
@@ -135,6 +147,7 @@ def prefill(
     config = dataclasses.replace(
         loaded.engine_config,
         offload=offload,
+        prefetch=prefetch,
         host_pool_gib=(longest * row_bytes + 0.5) / 2**30 if offload else None,
         device_pool_tokens=scale.device_pool if offload else longest,
         max_model_len=longest,
@@ -158,7 +171,7 @@ def prefill(
     while engine.has_work:
         began = time.perf_counter()
         if len(chunks) in profiled:
-            outputs = profiled_step(engine, f"chunk {len(chunks)}, {offload=}")
+            outputs = profiled_step(engine, f"chunk {len(chunks)}, {offload=}, {prefetch=}")
         else:
             outputs = engine.step()
         for output in outputs:
@@ -182,7 +195,7 @@ def prefill(
                 getattr(new, name) - getattr(old, name)
                 for new, old in zip(counters, before, strict=True)
             ]
-            for name in ("selected", "recalled", "evicted")
+            for name in ("selected", "recalled", "evicted", "prefetched")
         },
     }
     rows = _rows(engine, loaded, blocks, len(prompt))
@@ -194,7 +207,9 @@ def prefill(
     return figures, tokens, rows
 
 
-def cold_prefix(loaded: LoadedModel, scale: Scale, prompt: list[int]) -> dict[str, Any]:
+def cold_prefix(
+    loaded: LoadedModel, scale: Scale, prompt: list[int], prefetch: str
+) -> dict[str, Any]:
     """Milliseconds of a chunk whose context is in the device pool, and of one in host memory alone.
 
     A prompt is prefilled, then again with another end, all but its last chunk being cached; then a
@@ -206,6 +221,7 @@ def cold_prefix(loaded: LoadedModel, scale: Scale, prompt: list[int]) -> dict[st
     config = dataclasses.replace(
         loaded.engine_config,
         offload=True,
+        prefetch=prefetch,
         host_pool_gib=(8 * longest * row_bytes + 0.5) / 2**30,
         device_pool_tokens=scale.device_pool,
         max_model_len=longest,
@@ -218,6 +234,7 @@ def cold_prefix(loaded: LoadedModel, scale: Scale, prompt: list[int]) -> dict[st
     first, second = prompt[:length], prompt[-length:]
     taken: dict[str, list[float]] = {"warm": [], "cold": []}
     recalled: dict[str, list[int]] = {"warm": [], "cold": []}
+    early: dict[str, list[int]] = {"warm": [], "cold": []}
 
     def run(name: str, ids: list[int]) -> float:
         start = time.perf_counter()
@@ -227,7 +244,7 @@ def cold_prefix(loaded: LoadedModel, scale: Scale, prompt: list[int]) -> dict[st
         synchronise(loaded.device)
         return (time.perf_counter() - start) * 1e3
 
-    for turn in range(4):
+    for turn in range(TURNS):
         run(f"first {turn}", first)
         for number, kind in enumerate(taken):
             if kind == "cold":
@@ -235,12 +252,13 @@ def cold_prefix(loaded: LoadedModel, scale: Scale, prompt: list[int]) -> dict[st
             at = (2 * turn + number) * scale.chunk
             before = engine.cache.counters()
             ms = run(f"{kind} {turn}", first + prompt[at : at + scale.chunk - 1])
-            rows = zip(engine.cache.counters(), before, strict=True)
+            rows = list(zip(engine.cache.counters(), before, strict=True))
             if turn:  # the first compiles
                 taken[kind].append(ms)
                 recalled[kind].append(sum(new.recalled - old.recalled for new, old in rows))
+                early[kind].append(sum(new.prefetched - old.prefetched for new, old in rows))
     engine.close()
-    return {"context": length, "ms": taken, "rows_recalled": recalled}
+    return {"context": length, "ms": taken, "rows_recalled": recalled, "rows_prefetched": early}
 
 
 def profiled_step(engine: Engine, what: str) -> Sequence[RequestOutput]:

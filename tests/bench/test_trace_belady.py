@@ -16,14 +16,15 @@ SLOTS = 7
 def random_steps(rng: np.random.Generator, capacity: int) -> list[Step]:
     steps = []
     for number in range(8):
-        size = int(rng.integers(0, capacity + 1))
+        fits = bool(rng.random() < 0.7)
+        size = int(rng.integers(0, (capacity if fits else SLOTS) + 1))
         needed = rng.permutation(SLOTS)[:size].astype(np.int32)
-        cut = int(rng.integers(0, size + 1))
+        cut = int(rng.integers(0, min(size, capacity) + 1))
         selected = np.union1d(needed[cut:], needed[: cut // 2])  # some written rows are selected
         released = rng.permutation(SLOTS)[: int(rng.random() < 0.3)].astype(np.int32)
         selected = np.sort(selected).astype(np.int32)
         codes = np.zeros(selected.size, np.uint8)
-        steps.append(Step(number, released, np.sort(needed[:cut]), selected, codes))
+        steps.append(Step(number, released, np.sort(needed[:cut]), selected, codes, fits))
     return steps
 
 
@@ -32,11 +33,14 @@ def exhaustive(steps: list[Step], capacity: int) -> int:
     costs = {frozenset[int](): 0}
     for step in steps:
         written, selected = set(step.written.tolist()), set(step.selected.tolist())
-        needed, following = written | selected, dict[frozenset[int], int]()
+        needed, following = (
+            written | (selected if step.fits else set()),
+            dict[frozenset[int], int](),
+        )
         for before, cost in costs.items():
             have = before - set(step.released.tolist())
             cost += len(selected - written - have)
-            others = have - needed
+            others = (have | selected) - needed
             for keep in range(min(len(others), capacity - len(needed)) + 1):
                 for stay in itertools.combinations(sorted(others), keep):
                     after = frozenset(needed | set(stay))

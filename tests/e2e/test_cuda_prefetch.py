@@ -34,6 +34,8 @@ def invent(predictions: Predictions) -> None:
     values = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -1e30, 0.02, 0.2], device=device)
     predictions.thresholds.copy_(values[torch.randint(len(values), shape, device=device)])
     predictions.limits.copy_(torch.randint(-9, 99, shape, device=device))
+    shifts = predictions.shifts
+    shifts.copy_(values[torch.randint(len(values), shifts.shape, device=device)])
 
 
 def run(
@@ -97,3 +99,45 @@ def test_hostile_predictions_in_a_pool_at_its_minimum(demo_model: Path) -> None:
     expected, _ = run(demo_model, 1000, "bfloat16", backend="triton", prefetch="off")
     tokens, _ = run(demo_model, 5 * TOPK, "bfloat16", backend="triton", hooks=HOSTILE)
     assert tokens == expected
+
+
+def only_prefill(predictions: Predictions) -> None:
+    predictions.thresholds.fill_(torch.nan)
+
+
+def only_prefill_hostile(predictions: Predictions) -> None:
+    invent(predictions)
+    only_prefill(predictions)
+
+
+@pytest.mark.gpu
+def test_prefill_moves_rows_before_they_are_selected(demo_model: Path) -> None:
+    """Prompts that begin as one before, whose rows another has driven out of the device pool."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+    def run_cached(**options: Any) -> tuple[list[list[int]], EngineStats]:
+        engine, _ = make_engine(
+            demo_model, observe=False, backend="cuda", kv_cache_dtype="fp8_ds_mla",
+            host_pool_gib=host_pool_gib(demo_model, 128, "fp8_ds_mla"), device_pool_tokens=2000,
+            **(COMMON | {"max_num_seqs": 1} | options),
+        )  # fmt: skip
+        tokens = engine.tokenizer.encode(python_sources(20_000))
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        prompts = [
+            tokens[:1400], tokens[4000:5900], tokens[:1400] + tokens[6000:6500],
+            tokens[4000:5500], tokens[:1000] + tokens[7000:7900],
+        ]  # fmt: skip
+        outputs = [tokens_of(one) for one in engine.generate(prompts, params)]
+        stats = engine.stats()
+        engine.close()
+        return outputs, stats
+
+    expected, stats = run_cached(prefetch="off")
+    assert moved(stats) == [0, 0, 0]
+    assert min(layer.recalled_rows for layer in stats.layers) > 1000
+    for overwrite in (only_prefill, only_prefill_hostile):
+        tokens, stats = run_cached(hooks=EngineHooks(on_predictions=overwrite))
+        assert tokens == expected
+        assert sum(moved(stats)) > 0
+        assert all(layer.prefetched_wasted_rows == 0 for layer in stats.layers)

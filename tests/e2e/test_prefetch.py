@@ -200,6 +200,63 @@ def test_the_fused_prefetch(
     assert all(layer.evicted_rows > 0 for layer in stats.layers)
 
 
+def prefill_only(shifts: Callable[[Predictions], None]) -> EngineHooks:
+    def overwrite(predictions: Predictions) -> None:
+        shifts(predictions)
+        predictions.thresholds.fill_(torch.nan)
+
+    return EngineHooks(on_predictions=overwrite)
+
+
+def run_cached(model: Path, **options: Any) -> tuple[list[list[int]], SelectionLog, EngineStats]:
+    """Prompts that begin as one before, whose rows another has driven out of the device pool."""
+    engine, log = make_engine(
+        model, host_pool_gib=host_pool_gib(model, 30), device_pool_tokens=400, max_model_len=400,
+        max_num_seqs=1, max_num_batched_tokens=128, check_cache=True,
+        **({"prefetch": "on"} | options),
+    )  # fmt: skip
+    tokens = engine.tokenizer.encode(python_sources(6000))
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    prompts = [tokens[:300], tokens[1000:1390], tokens[:300] + tokens[500:570], tokens[1000:1300]]
+    outputs = [tokens_of(one) for one in engine.generate(prompts, params)]
+    stats = engine.stats()
+    engine.close()
+    return outputs, log, stats
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_prefill_moves_rows_before_they_are_selected(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the shifts are, what is fetched early is fetched once, counted, and selected."""
+    tokens, log, stats = run_cached(demo_model, prefetch="off")
+    assert moved(stats) == [0, 0, 0] and min(layer.recalled_rows for layer in stats.layers) > 200
+    kernels = emulated_kernels()
+    fetch = kernels.fused_prefetch.prefill_scores_prefetch
+    came: list[int] = []
+
+    def counting(*args: Any, **options: Any) -> Any:
+        scores, host_slots = fetch(*args, **options)
+        came.append(int((host_slots >= 0).sum()))
+        return scores, host_slots
+
+    kernels.fused_prefetch.prefill_scores_prefetch = counting
+    monkeypatch.setattr(build, "load_kernels", lambda *_: kernels)
+    least = {"learnt": 100, "random": 1, "NaN": 0}
+    for name, shifts in {
+        "learnt": lambda _: None,
+        "random": scatter,
+        "NaN": fill(torch.nan),
+    }.items():
+        came.clear()
+        found = run_cached(demo_model, hooks=prefill_only(shifts))
+        stats = same(found, (tokens, log))
+        print(name, sum(came), moved(stats), [x.recalled_rows for x in stats.layers])
+        assert sum(came) >= least[name]
+        assert sum(moved(stats)) == sum(came)
+        assert all(layer.prefetched_wasted_rows == 0 for layer in stats.layers)
+
+
 def test_the_trained_model_prefetches_what_it_needs() -> None:
     """Real selections: more than a third of what moves early is selected, and no token changes."""
 

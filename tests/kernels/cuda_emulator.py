@@ -359,12 +359,16 @@ class Emulator:
         k: int,
         most: int,
     ) -> tuple[Tensor, Tensor]:
-        """`prefill_scores_prefetch`: the reference's scores, then what they name."""
+        """`prefill_scores_prefetch`: the reference's scores, then what they name.
+
+        The reference's passes have few rows, whose one wave would come too late: so all comes.
+        """
         keys = (pages, fmt, block_tables, request_rows, context_lens, max_context_len)
         scores = reference_scores(query, weights, *keys)
         found = self.inter_prefetch(
             scores, context_lens, request_rows, block_tables, shifts, layer, k=k, most=most
         )
+        self.inter_fetch_late(found)
         return scores, found.host_slots
 
     def topk_known(

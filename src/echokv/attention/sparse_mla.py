@@ -7,7 +7,9 @@ fits, so that nothing in it waits for the device.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from echokv.attention.pieces import plan_pieces
 from echokv.cache.batch import ForwardBatch, fits_at_once
@@ -82,7 +84,7 @@ class SparseAttention:
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Start a forward pass: what earlier ones protected may be evicted from now on."""
         real = batch.num_real_tokens
-        selecting = real if self._fits(batch, self._topk) else len(self._last_rows(batch))
+        selecting = real if self._fits(batch) else len(self._last_rows(batch))
         most = min(real + selecting * self._topk, batch.num_context_rows)
         if self._rows_ahead is not None:
             most += self._rows_ahead(batch)
@@ -102,7 +104,7 @@ class SparseAttention:
             batch: the pass; `host_slots` says where each row goes.
         """
         real, keep = batch.num_real_tokens, self._cache.capacity
-        if not self._fits(batch, self._topk):
+        if not self._fits(batch):
             keep -= len(self._last_rows(batch)) * self._topk
         rows = self._kernels.encode_rows(latent, rope, self._fmt)
         self._cache.append(
@@ -121,7 +123,7 @@ class SparseAttention:
             and self._cache.recalls
             and batch.is_decode
             and batch.num_real_tokens == batch.num_tokens
-            and self._fits(batch, self._topk)
+            and self._fits(batch)
         )
 
     def begin_recall(self, layer: int, selection: Selection, batch: ForwardBatch) -> None:
@@ -154,10 +156,9 @@ class SparseAttention:
         Returns:
             [T, H, latent_dim] in the dtype of query; zeros for padding.
         """
-        real, topk = batch.num_real_tokens, selection.host_slots.shape[1]
-        if not self._fits(batch, topk):
+        if not self._fits(batch):
             return self._attend_staged(layer, query, selection, batch)
-        rows = slice(0, real)
+        rows = slice(0, batch.num_real_tokens)
         device_slots, self._recalled = self._recalled, None
         if device_slots is None:
             device_slots = self._cache.make_resident(
@@ -166,11 +167,7 @@ class SparseAttention:
         else:
             self._cache.wait()
         attended = self._over(self._cache.rows(layer), device_slots, query, batch, rows)
-        if real == batch.num_tokens:
-            return attended
-        output = self._zeros(query)
-        output[rows] = attended
-        return output
+        return _padded(attended, batch.num_tokens)
 
     def _attend_staged(
         self, layer: int, query: Tensor, selection: Selection, batch: ForwardBatch
@@ -180,15 +177,15 @@ class SparseAttention:
         if len(last) > 0:
             chosen = HostSlots(selection.host_slots[last])
             self._cache.make_resident(layer, chosen, selection.scores[last])
-        host_slots = HostSlots(selection.host_slots[: batch.num_real_tokens])
+        real, chosen = batch.num_real_tokens, selection.host_slots
         most = max(self._topk, MAX_STAGED_BYTES // self._fmt.row_bytes)
-        output = self._zeros(query)
-        for piece in plan_pieces(host_slots, most, batch.num_context_rows):
+        parts = []
+        for piece in plan_pieces(chosen[:real], most, batch.num_context_rows):
             copies, places = self._cache.stage(
-                layer, HostSlots(host_slots[piece.rows]), most_rows=piece.distinct
+                layer, HostSlots(chosen[piece.rows]), most_rows=piece.distinct
             )
-            output[piece.rows] = self._over(copies, places, query, batch, piece.rows)
-        return output
+            parts.append(self._over(copies, places, query, batch, piece.rows))
+        return _padded(parts[0] if len(parts) == 1 else torch.cat(parts), batch.num_tokens)
 
     def _over(
         self, rows: Tensor, slots: DeviceSlots, query: Tensor, batch: ForwardBatch, tokens: slice
@@ -208,13 +205,16 @@ class SparseAttention:
             return batch.sampled_rows[:0]
         return batch.chunks.last_rows[: self._cache.capacity // self._topk]
 
-    def _zeros(self, query: Tensor) -> Tensor:
-        return query.new_zeros(*query.shape[:2], self._fmt.latent_dim)
-
-    def _fits(self, batch: ForwardBatch, topk: int) -> bool:
-        capacity = self._cache.capacity
-        return fits_at_once(batch.num_real_tokens, topk, batch.num_context_rows, capacity)
+    def _fits(self, batch: ForwardBatch) -> bool:
+        tokens, rows = batch.num_real_tokens, batch.num_context_rows
+        return fits_at_once(tokens, self._topk, rows, self._cache.capacity)
 
 
 def _of_rows(selection: Selection, rows: slice) -> tuple[HostSlots, Tensor]:
     return HostSlots(selection.host_slots[rows]), selection.scores[rows]
+
+
+def _padded(attended: Tensor, tokens: int) -> Tensor:
+    """[t, H, latent_dim] -> [tokens, H, latent_dim], zeros after the first."""
+    missing = tokens - attended.shape[0]
+    return functional.pad(attended, (0, 0, 0, 0, 0, missing)) if missing else attended
