@@ -37,6 +37,8 @@ def plan_pieces(host_slots: Tensor, capacity: int, context_rows: int) -> list[Pi
     """
     num_rows, topk = host_slots.shape
     step, most = capacity // topk, min(context_rows, num_rows * topk)
+    if most > capacity:
+        most = _distinct(host_slots)
     if most <= capacity:
         return [Piece(slice(0, num_rows), most)]
     fresh = fresh_rows(host_slots, step)
@@ -50,6 +52,13 @@ def plan_pieces(host_slots: Tensor, capacity: int, context_rows: int) -> list[Pi
         distinct += more
     pieces.append(Piece(slice(first * step, num_rows), distinct))
     return pieces
+
+
+def _distinct(host_slots: Tensor) -> int:
+    """How many host slots there are; far cheaper than to sort them."""
+    seen = torch.zeros(int(host_slots.max()) + 2, dtype=torch.bool, device=host_slots.device)
+    seen.index_fill_(0, host_slots.flatten().long(), True)  # -1 wraps to the spare entry
+    return int(seen[:-1].sum())
 
 
 def fresh_rows(host_slots: Tensor, step: int) -> NDArray[np.int32]:
