@@ -213,13 +213,19 @@ def prefill() -> str:
 
 def prefill_cached() -> str:
     """A chunk that ends a cached prompt, whose rows are in the device pool or not."""
-    cold = load("prefill")["cold_prefix"]
-    lines = [
-        (words, f"{statistics.median(cold['ms'][name]):.1f}",
-         f"{statistics.median(cold['rows_recalled'][name]):,.0f}")
-        for name, words in (("warm", "in the device pool"), ("cold", "in host memory alone"))
-    ]  # fmt: skip
-    return table((f"{cold['context']:,} tokens cached", "chunk, ms", "rows recalled"), lines)
+    both = load("prefill")["cold_prefix"]
+    lines = []
+    for name, words in (("warm", "in the device pool"), ("cold", "in host memory alone")):
+        for prefetch, found in both.items():
+            ms = sorted(found["ms"][name])
+            lines.append((
+                f"{words}, prefetch {prefetch}",
+                f"{statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f})",
+                f"{statistics.median(found['rows_recalled'][name]):,.0f}",
+                f"{statistics.median(found['rows_prefetched'][name]):,.0f}",
+            ))  # fmt: skip
+    tokens = f"{both['off']['context']:,} tokens cached"
+    return table((tokens, "chunk, ms (least to most)", "rows recalled", "rows moved early"), lines)
 
 
 def library(op: str) -> list[Row]:
