@@ -19,7 +19,9 @@
 
 constexpr u32 WIDE_THREADS = 2 * RECALL_THREADS;  // of a block that has its SM for itself
 constexpr u32 SCORES_HELD = 4;    // of a row's scores, how many a thread asks for at once
-constexpr u32 LATE = 1u << 27;    // a place in the ready list that means "another's claim"
+constexpr u32 LATE = 1u << 27;    // a place in the ready list that means "another's claim",
+constexpr u32 NEW = LATE + 1;     // and one that means "a new row's"
+constexpr u32 ROWS_OF_MOVER = 3;  // that a block's warps move, one after the other
 constexpr u32 LINE_SLOTS = 32;    // priorities of a line of the L2 cache
 constexpr u32 STRETCHES = WARP;   // of the host pool: a block moves its rows stretch by stretch
 
@@ -47,7 +49,7 @@ struct ResidentArguments {
   i32 tiles;          // rows * tiles_per_row
   i32 tiles_per_row;  // a tile is what a block looks at at once, of one row
   i32 lanes;          // entries of a warp
-  i32 movers;         // warps of a block that move rows
+  i32 movers;         // warps of a block that move rows, if they are few
   i32 words_of_16;    // whether both pools' rows are made of them
   u32 stretch;        // host slots of one
 };
@@ -115,7 +117,8 @@ struct Entry {
   i32 host_slot;  // -1: none
   i32 level;      // its priority
   bool missing;   // absent when looked up
-  bool mine;      // and claimed here
+  bool mine;      // and claimed here,
+  bool appended;  // or a new row
   Victim victim;  // who leaves for it, when mine
 };
 
@@ -147,7 +150,8 @@ DEVICE Entry unpack(const ResidentArguments& a, u32 tile, u32 thread, i32 floor)
   if (entry.missing) {
     const u32 packed = u32(-2 - state), place = packed >> SCORE_BITS;
     entry.level = floor + i32(packed & SCORE_LEVELS);
-    entry.mine = place != LATE;
+    entry.mine = place < LATE;
+    entry.appended = place == NEW;
     if (entry.mine) entry.victim = name_victim(a.layer, place);
   }
   return entry;
@@ -176,8 +180,8 @@ DEVICE void claim_entry(const ResidentArguments& a, Entry* entry, i32 found,
                         const NewSlots& new_slots) {
   entry->missing = entry->host_slot >= 0 && found < 0;
   if (__ballot_sync(ALL_LANES, entry->missing) == 0) return;
-  const bool appended = is_new(a, new_slots, entry->host_slot);
-  if (entry->missing && !appended) entry->mine = claim(a.layer, entry->host_slot);
+  entry->appended = is_new(a, new_slots, entry->host_slot) && entry->missing;
+  if (entry->missing && !entry->appended) entry->mine = claim(a.layer, entry->host_slot);
 }
 
 // Protect an entry that was found.
@@ -225,13 +229,20 @@ DEVICE bool fits_registers(const ResidentArguments& a) {
   return a.words_of_16 && u32(a.layer.row_bytes) <= WORDS_HELD * 16;
 }
 
+// How many warps move a block's claims: a few rows each, whatever `movers` leaves of them.
+template <u32 THREADS>
+DEVICE u32 moving_warps(const ResidentArguments& a, u32 claims) {
+  const u32 wanted = ceil_div(claims, ROWS_OF_MOVER), least = a.movers;
+  return smaller(wanted > least ? wanted : least, THREADS / WARP);
+}
+
 // Move the block's claims, every movers-th by a warp; it may have its first row in hand, in `held`.
 template <u32 THREADS>
 DEVICE void move_claims(const ResidentArguments& a, const RecallShared<THREADS>* shared,
                         u32 claims, const RowWords& held, bool has_first, u32 warp, u32 lane) {
-  if (warp >= u32(a.movers)) return;
-  const u32 row_bytes = a.layer.row_bytes;
-  for (u32 at = warp; at < claims; at += a.movers) {
+  const u32 row_bytes = a.layer.row_bytes, movers = moving_warps<THREADS>(a, claims);
+  if (warp >= movers) return;
+  for (u32 at = warp; at < claims; at += movers) {
     const i32 slot = shared->device_slots[at];
     if (slot < 0) continue;
     u8* to = device_row(a.layer, slot);
@@ -242,16 +253,16 @@ DEVICE void move_claims(const ResidentArguments& a, const RecallShared<THREADS>*
   }
 }
 
-// Wait for a row that another has claimed, and raise its priority. A new row is found here first.
-DEVICE void follow(const ResidentArguments& a, const Entry& entry, bool others, i32 floor,
-                   u32 lane) {
+// Wait for a row that another has claimed, and raise its priority. Whoever raises a new row's first
+// counts it as found. (A claimed row's owner has counted it; its own raise may come later.)
+DEVICE void follow(const ResidentArguments& a, const Entry& entry, i32 floor, u32 lane) {
   i32 before = floor + 1;
-  if (others) {
+  if (entry.missing && !entry.mine) {
     const i32 slot = await_claim(a.layer, entry.host_slot);
     if (slot >= 0) before = atomicMax(a.layer.priority + slot, entry.level);
     a.device_slots[entry.index] = slot;
   }
-  const u32 hits = __ballot_sync(ALL_LANES, before <= floor);
+  const u32 hits = __ballot_sync(ALL_LANES, entry.appended && before <= floor);
   if (lane == 0) add_total(a.layer.totals, HITS, __popc(hits));
 }
 
@@ -304,8 +315,8 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
       take_places(a, &entry, __ballot_sync(ALL_LANES, entry.mine), lane);
       say_where(a, entry, found);
       if (entry.missing)
-        a.device_slots[entry.index] =
-            pack(entry.mine ? entry.victim.place : LATE, entry.level, floor);
+        a.device_slots[entry.index] = pack(
+            entry.mine ? entry.victim.place : entry.appended ? NEW : LATE, entry.level, floor);
     }
   }
 
@@ -323,7 +334,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   if (thread == WARP && claims != 0) place = take_names(a.layer, claims);
   block_sync();
   RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
-  const bool ahead = fits_registers(a) && warp < smaller(claims, a.movers);
+  const bool ahead = fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
   if (ahead)
     held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
   if (thread == WARP) shared->place = place;
@@ -361,7 +372,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   for (u32 tile = block; tile < last; tile += blocks) {
     const Entry entry =
         ONE_TILE || tile == block ? mine : unpack<THREADS>(a, tile, thread, floor);
-    follow(a, entry, entry.missing && !entry.mine, floor, lane);
+    follow(a, entry, floor, lane);
   }
   if (thread == 0) {
     add_total(a.layer.totals, RECALLED, shared->recalled);
