@@ -37,7 +37,7 @@ MODULE = CudaModule("recall", threads=512, others=dict.fromkeys(_WIDE, WIDE_THRE
 BESIDE = 5
 """Of so many SMs, one is left to a recall that runs beside other kernels."""
 
-MOVERS = 8
+MOVERS = 4
 """Warps of such a block that move rows, each one row at a time: 208 rows on an H200. With four
 times as many the recall is no faster, and what runs beside it slower."""
 
