@@ -33,7 +33,9 @@ CUDA = torch.device("cuda")
 PARTS = ("cache", "topk", "prefetch", "prefill")
 
 
-def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None:
+def check_resident(
+    row_bytes: int, rows: int, k: int, lanes: int | None, *, beside: bool = False
+) -> None:
     """Victims, append and make_resident of one layer through three steps."""
     rng = random.Random(row_bytes * rows)
     floor, slots = 4096, 600
@@ -45,7 +47,10 @@ def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None
             under_test.begin(fused, floor, 200)
         under_test.append(fused, [-1, *rng.sample(range(1200), 40)], floor)
         wanted = selection(rng, rng.sample(range(1200), 250), rows, k)
-        under_test.fetch(fused, wanted, torch.randn(wanted.shape), floor, lanes=lanes)
+        new = rng.sample(range(1200), 20) if step else None
+        under_test.fetch(
+            fused, wanted, torch.randn(wanted.shape), floor, lanes=lanes, new=new, beside=beside
+        )
         floor += 8
 
 
@@ -111,10 +116,12 @@ def main() -> int:
     for row_bytes in (656, 40) if "cache" in parts else ():
         check_resident(row_bytes, 4, 130, None)
         check_resident(row_bytes, 3, 33, 32)
+        check_resident(row_bytes, 16, 300, None, beside=True)
         check_gather(row_bytes)
         say(f"rows of {row_bytes} B")
     if "cache" in parts:
-        check_resident(656, 300, 70, 4)  # more tiles than resident blocks
+        for beside in (False, True):
+            check_resident(656, 300, 70, 4, beside=beside)  # more tiles than resident blocks
     for shape in ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000)) if "topk" in parts else ():
         check_topk(*shape)
         check_topk(*shape, zeros=True)

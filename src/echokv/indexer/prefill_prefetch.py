@@ -118,6 +118,7 @@ class PrefillPrefetcher:
         if most == 0:
             return None
         assert self._shifts is not None
+        self._cache.wait()  # for the new rows, which take names off the same list
         scores, found = fused.prefill_scores_prefetch(
             query,
             weights,
