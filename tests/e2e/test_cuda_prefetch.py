@@ -118,8 +118,9 @@ def test_prefill_moves_rows_before_they_are_selected(demo_model: Path) -> None:
 
     def run_cached(**options: Any) -> tuple[list[list[int]], EngineStats]:
         engine, _ = make_engine(
-            demo_model, observe=False, backend="cuda", kv_cache_dtype="fp8_ds_mla",
-            host_pool_gib=host_pool_gib(demo_model, 128, "fp8_ds_mla"), device_pool_tokens=2000,
+            demo_model, observe=False, backend="cuda", kv_cache_dtype="bfloat16",
+            index_key_dtype="fp8", host_pool_gib=host_pool_gib(demo_model, 128, "bfloat16"),
+            device_pool_tokens=2000,
             **(COMMON | {"max_num_seqs": 1} | options),
         )  # fmt: skip
         tokens = engine.tokenizer.encode(python_sources(20_000))
