@@ -19,8 +19,8 @@ def score_bounds(
     A shifted score is a score less its request's shift. Those below -|shift| / 2, far below the
     prediction, don't count, nor does NaN. The bin of any other is the upper eight bits of its place
     in the order of floats (-0.0 as 0.0), so bins are finest near zero: near the k-th score, if that
-    is what the shift predicts. The bound is where the bin of the k-th highest ends; where fewer than
-    k count, it is the least that does. In either case fewer than k scores reach it.
+    is what the shift predicts. The bound is where the bin of the k-th highest ends; where less than
+    k scores count, it is -|shift| / 2. In either case fewer than k scores reach it.
 
     Args:
         scores: [T, W] float32; what lies at or past context_len is ignored.
