@@ -213,15 +213,14 @@ DEVICE u32 count_claim(const ResidentArguments& a, RecallShared<THREADS>* shared
   return entry.mine ? atomicAdd(&shared->claims[u32(entry.host_slot) / a.stretch], 1u) : 0;
 }
 
-// When all are counted: put a claim where it belongs, `listed` for whoever moves it. How many the
-// block has.
+// When all are counted: put a claim where it belongs. How many the block has.
 template <u32 THREADS>
 DEVICE u32 place_claim(const ResidentArguments& a, RecallShared<THREADS>* shared,
-                       const Entry& entry, bool listed, u32* at, u32 lane) {
+                       const Entry& entry, u32* at, u32 lane) {
   u32 claims;
   const u32 before = lanes_before(shared->claims[lane], lane, &claims);
   *at += __shfl_sync(ALL_LANES, before, entry.mine ? u32(entry.host_slot) / a.stretch : 0);
-  if (entry.mine) shared->host_slots[*at] = listed ? entry.host_slot : NONE;
+  if (entry.mine) shared->host_slots[*at] = entry.host_slot;
   return claims;
 }
 
@@ -237,25 +236,20 @@ DEVICE u32 moving_warps(const ResidentArguments& a, u32 claims) {
   return smaller(wanted > least ? wanted : least, THREADS / WARP);
 }
 
-// A row that a warp has sent for before it knows where it goes.
-struct InHand {
-  RowWords words;
-  u32 claim;  // of the block's, ALL_LANES: none
-};
-
-// Move the block's claims: what is in hand, and every movers-th of those that are listed.
+// Move the block's claims, every movers-th by a warp; it may have its first row in hand, in `held`.
 template <u32 THREADS>
 DEVICE void move_claims(const ResidentArguments& a, const RecallShared<THREADS>* shared,
-                        u32 claims, const InHand& held, u32 warp, u32 lane) {
+                        u32 claims, const RowWords& held, bool has_first, u32 warp, u32 lane) {
   const u32 row_bytes = a.layer.row_bytes, movers = moving_warps<THREADS>(a, claims);
-  if (held.claim != ALL_LANES && shared->device_slots[held.claim] >= 0)
-    store_row(device_row(a.layer, shared->device_slots[held.claim]), held.words, row_bytes / 16,
-              lane);
   if (warp >= movers) return;
   for (u32 at = warp; at < claims; at += movers) {
-    const i32 from = shared->host_slots[at], to = shared->device_slots[at];
-    if (from >= 0 && to >= 0 && at != held.claim)
-      copy_row(device_row(a.layer, to), host_row(a.layer, from), row_bytes, a.words_of_16, lane);
+    const i32 slot = shared->device_slots[at];
+    if (slot < 0) continue;
+    u8* to = device_row(a.layer, slot);
+    if (has_first && at == warp)
+      store_row(to, held, row_bytes / 16, lane);
+    else
+      copy_row(to, host_row(a.layer, shared->host_slots[at]), row_bytes, a.words_of_16, lane);
   }
 }
 
@@ -277,11 +271,9 @@ DEVICE void say_where(const ResidentArguments& a, const Entry& entry, i32 found)
     a.device_slots[entry.index] = entry.host_slot >= 0 ? found : NONE;
 }
 
-// ONE_TILE: a block has no other. A warp that claims rows sends for the first of them at once, if
-// it may: alone on the device, with one tile, nobody is disturbed and little is out of order.
+// ONE_TILE: a block has no other.
 template <u32 THREADS, bool ONE_TILE>
 DEVICE void make_tiles_resident(const ResidentArguments& a) {
-  constexpr bool EARLY_ROW = ONE_TILE && THREADS == RECALL_THREADS;
   RecallShared<THREADS>* shared = reinterpret_cast<RecallShared<THREADS>*>(shared_memory());
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   const u32 block = block_index(), blocks = grid_size() - (a.new_rows.count != 0 ? 1 : 0);
@@ -301,10 +293,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   }
 
   Entry mine = {};
-  InHand held = {};
-  held.claim = ALL_LANES;
-  u32 sender = WARP;  // the lane whose row that is, if it is one's own
-  i32 where = NONE;   // `mine` is, when it was looked up
+  i32 where = NONE;  // `mine` is, when it was looked up
   u32 at = 0;        // among the block's claims
   bool missed = false;
   for (u32 tile = block; tile < last; tile += blocks) {
@@ -314,14 +303,6 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     const i32 found =
         entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
     claim_entry(a, &entry, found, new_slots);
-    if (EARLY_ROW && fits_registers(a)) {
-      const u32 claimed = __ballot_sync(ALL_LANES, entry.mine);
-      if (claimed != 0) {
-        sender = __ffs(claimed) - 1;
-        const i32 from = __shfl_sync(ALL_LANES, entry.host_slot, sender);
-        held.words = load_row(host_row(a.layer, from), a.layer.row_bytes / 16, lane);
-      }
-    }
     if (!ONE_TILE && tile != block) block_sync();  // the row before is read
     entry.level = floor + level_of(score, range_of_row<THREADS>(extremes, shared, thread));
     protect(a, entry, found, floor, used, shared, lane);
@@ -349,15 +330,13 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     count_touched(a.layer, shared->touched);
   }
   if (!wait) return;
-  claims = place_claim(a, shared, mine, lane != sender, &at, lane);
-  if (EARLY_ROW && sender < WARP) held.claim = __shfl_sync(ALL_LANES, at, sender);
+  claims = place_claim(a, shared, mine, &at, lane);
   if (thread == WARP && claims != 0) place = take_names(a.layer, claims);
   block_sync();
-  if (!EARLY_ROW && fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims))) {
-    held.claim = warp;
-    held.words =
-        load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
-  }
+  RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
+  const bool ahead = fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
+  if (ahead)
+    held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
   if (thread == WARP) shared->place = place;
   block_sync();
   if (mine.mine) mine.victim = name_victim(a.layer, shared->place + at);
@@ -365,16 +344,16 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   block_sync();
 
   for (u32 tile = block; tile < last; tile += blocks) {
+    const bool first = ONE_TILE || tile == block;
     Entry entry = mine;
-    if (!ONE_TILE && tile != block) {
+    if (!first) {
       block_sync();  // the claims before are moved
       if (thread < STRETCHES) shared->claims[thread] = 0;
       block_sync();
       entry = unpack<THREADS>(a, tile, thread, floor);
       at = count_claim(a, shared, entry);
       block_sync();
-      claims = place_claim(a, shared, entry, true, &at, lane);
-      held.claim = ALL_LANES;
+      claims = place_claim(a, shared, entry, &at, lane);
     }
     const bool settled =
         entry.mine && settle(a.layer, &entry.victim, entry.host_slot, entry.level, floor);
@@ -388,7 +367,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
       atomicAdd(&shared->evicted, evicted);
     }
     block_sync();
-    move_claims(a, shared, claims, held, warp, lane);
+    move_claims(a, shared, claims, held, first && ahead, warp, lane);
   }
   for (u32 tile = block; tile < last; tile += blocks) {
     const Entry entry =
