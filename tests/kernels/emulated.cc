@@ -130,7 +130,7 @@ static void score_work(const Arguments& a, Shared* shared, const Work& work, u32
         const float score = a.given[u64(row) * rows.contexts.width + at];
         a.scores[u64(row) * rows.contexts.width + at] = score;
         const float shift = a.prefetch.shifts[rows.requests[row]];
-        count_score(shared->bins[i], score, shift);
+        atomicAdd(&shared->bins[i][bin_of(score, shift)], 1u);
       }
     }
   }

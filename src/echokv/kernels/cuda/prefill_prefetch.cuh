@@ -10,8 +10,7 @@
 //                                 scores, a few columns a warp --> claim, victim, copy
 //
 // A bin is the top 8 bits of a score less the row's shift, in the order of floats: near zero, where
-// the shift expects the k-th score, bins are finest. What lies far below isn't counted, as most
-// scores do, and those that share a bin wait for each other. A block adds its bins to the row's histogram
+// the shift expects the k-th score, bins are finest. A block adds its bins to the row's histogram
 // when it is done with a run of units, then counts the units; who counts the last unit of a segment
 // computes its rows' bounds, and counts the segment as ready. All are counters that only rise, each
 // raised after a fence, so that who sees the last count sees the scores as well.
@@ -45,14 +44,7 @@ struct InterArguments {
   u32 k;
 };
 
-// Below which no score less its shift is counted.
-DEVICE float cut_of(float shift) { return fmaxf(shift, -shift) * -0.5f; }
-
-// Count a score in its bin.
-DEVICE void count_score(u32* bins, float score, float shift) {
-  const float shifted = score - shift;
-  if (shifted >= cut_of(shift)) atomicAdd(bins + (order_key(float_bits(shifted)) >> 24), 1u);
-}
+DEVICE u32 bin_of(float score, float shift) { return order_key(float_bits(score - shift)) >> 24; }
 
 // Rows of one wave.
 DEVICE Rows wave_of(const Rows& rows, u32 wave) {
@@ -79,9 +71,8 @@ DEVICE void for_works(const Rows& rows, u32 block, u32 blocks, u32 lane, Body bo
 }
 
 // The least score less shift of which all that reach it are among the k highest: where the bin of
-// the k-th ends, or what is least that was counted. One warp, whose lanes hold eight bins each, the
-// highest first.
-DEVICE float bound_of(const u32* histogram, u32 k, float shift, u32 lane) {
+// the k-th ends. One warp, whose lanes hold eight bins each, the highest first.
+DEVICE float bound_of(const u32* histogram, u32 k, u32 lane) {
   u32 counts[SCORE_BINS / WARP], sum = 0, total;
 #pragma unroll
   for (u32 i = 0; i < SCORE_BINS / WARP; i++) {
@@ -97,7 +88,7 @@ DEVICE float bound_of(const u32* histogram, u32 k, float shift, u32 lane) {
     above += counts[i];
   }
   bin = __reduce_max_sync(ALL_LANES, bin);
-  if (total < k) return cut_of(shift);
+  if (total < k) return bits_float(0xff800000u);  // all of them
   return bin == SCORE_BINS ? bits_float(NOTHING_REACHES) : bits_float(order_bits(bin << 24));
 }
 
@@ -122,9 +113,8 @@ DEVICE void publish(const InterArguments& a, const Work& work, u32 first_row, u3
   before = __shfl_sync(ALL_LANES, before, 0);
   if (before + work.units != units_of(work.segment)) return;
   device_fence();
-  const float shift = a.shifts[a.rows.requests[row]];
   for (u32 i = 0; i < rows; i++) {
-    const float bound = bound_of(histograms + i * SCORE_BINS, a.k, shift, lane);
+    const float bound = bound_of(histograms + i * SCORE_BINS, a.k, lane);
     if (lane == 0) a.bounds[row + i] = bound;
   }
   device_fence();

@@ -246,7 +246,8 @@ DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u3
       const float sum = sum_of_quad(of_left, of_right, lane) * scale;
       const bool inside = position < shared->tokens[at][row];
       if (exists) *out = inside ? sum : bits_float(MINUS_INFINITY);
-      if (PREFETCH && inside) count_score(shared->bins[at][row], sum, shared->shifts[at]);
+      if (PREFETCH && inside)
+        atomicAdd(&shared->bins[at][row][bin_of(sum, shared->shifts[at])], 1u);
       out += width;
     }
     __syncwarp();

@@ -16,11 +16,10 @@ def score_bounds(
 ) -> Tensor:
     """The least shifted score of which all that reach it are among a row's k highest.
 
-    A shifted score is a score less its request's shift. Those below -|shift| / 2, far below the
-    prediction, don't count, nor does NaN. The bin of any other is the upper eight bits of its place
-    in the order of floats (-0.0 as 0.0), so bins are finest near zero: near the k-th score, if that
-    is what the shift predicts. The bound is where the bin of the k-th highest ends; where less than
-    k scores count, it is -|shift| / 2. In either case fewer than k scores reach it.
+    A shifted score is a score less its request's shift. Its bin is the upper eight bits of its
+    place in the order of floats (NaN as -inf, -0.0 as 0.0), so bins are finest near zero: near the
+    k-th score, if that is what the shift predicts. The bound is where the bin of the k-th highest
+    ends. Fewer than k scores reach it, unless the row has fewer than k: then all do.
 
     Args:
         scores: [T, W] float32; what lies at or past context_len is ignored.
@@ -30,21 +29,20 @@ def score_bounds(
         k: entries of a selection, at least 1.
 
     Returns:
-        [T] float32; NaN where the k-th is in the highest bin.
+        [T] float32; -inf where there are fewer than k scores, NaN where the k-th is in the highest
+        bin.
     """
     check_bounds_args(scores, context_lens, request_rows, shifts, k)
     rows, width = scores.shape
     inside = torch.arange(width, device=scores.device) < context_lens[:, None]
-    shift = shifts[request_rows.long()]
-    shifted, least = scores - shift[:, None], -0.5 * shift.abs()
-    counted = inside & (shifted >= least[:, None])
+    bins = order_keys(scores - shifts[request_rows.long()][:, None]) >> 24
     counts = torch.zeros((rows, BINS), dtype=torch.int64, device=scores.device)
-    counts.scatter_add_(1, order_keys(shifted) >> 24, counted.long())
+    counts.scatter_add_(1, bins, inside.long())
     from_top = counts.flip(1).cumsum(1)  # [T, BINS], entry i: scores in bins from BINS - 1 - i on
     above_kth = (from_top < k).sum(1)  # bins above that of the k-th
     bounds = key_floats((BINS - above_kth).clamp(max=BINS - 1) << 24)
     bounds = torch.where(above_kth == 0, torch.nan, bounds)
-    return torch.where(above_kth == BINS, least, bounds)
+    return torch.where(above_kth == BINS, -torch.inf, bounds)
 
 
 def order_keys(values: Tensor) -> Tensor:

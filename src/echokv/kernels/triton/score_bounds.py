@@ -28,18 +28,16 @@ def _score_bounds(
     row = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(context_lens + row), width)
     shift = tl.load(shifts + tl.load(request_rows + row))
-    least = -0.5 * tl.abs(shift)
     counts = tl.zeros((BINS,), tl.int32)
     start = 0
     while start < length:
         position = start + tl.arange(0, PIECE)
         inside = position < length
         score = tl.load(scores + row * width + position, mask=inside, other=0.0)
-        shifted = score - shift
-        counted = inside & (shifted >= least)
-        outside = PIECE - tl.sum(counted.to(tl.int32))  # they are counted as zeros, in one bin
-        shifted = tl.where(counted, shifted, 0.0)
+        outside = PIECE - tl.sum(inside.to(tl.int32))  # they are counted as zeros, in one bin
+        shifted = tl.where(inside, score - shift, 0.0)
         shifted = tl.where(shifted == 0.0, 0.0, shifted)
+        shifted = tl.where(shifted != shifted, float("-inf"), shifted)
         bits = shifted.to(tl.uint32, bitcast=True)
         key = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
         counts += tl.histogram((key >> 24).to(tl.int32), BINS)
@@ -51,7 +49,7 @@ def _score_bounds(
     bits = tl.where(key >> 31 != 0, key ^ 0x80000000, key ^ 0xFFFFFFFF)
     bound = bits.to(tl.float32, bitcast=True)
     bound = tl.where(reached == BINS, float("nan"), bound)
-    tl.store(bounds + row, tl.where(reached == 0, least, bound))
+    tl.store(bounds + row, tl.where(reached == 0, float("-inf"), bound))
 
 
 def score_bounds(
