@@ -302,9 +302,10 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     const Extremes extremes = extremes_of_row<THREADS>(a, tile / a.tiles_per_row, thread);
     const i32 found =
         entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
-    claim_entry(a, &entry, found, new_slots);
     if (!ONE_TILE && tile != block) block_sync();  // the row before is read
+    // Nothing before this needs `found`, which is on its way meanwhile.
     entry.level = floor + level_of(score, range_of_row<THREADS>(extremes, shared, thread));
+    claim_entry(a, &entry, found, new_slots);
     protect(a, entry, found, floor, used, shared, lane);
     missed = missed || entry.missing;
     if (ONE_TILE || tile == block) {
