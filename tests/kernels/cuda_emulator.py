@@ -42,7 +42,7 @@ TOPK_HELD = 1
 RECALL_THREADS = 64
 VICTIM_THREADS = 64
 LIST_ENTRIES = 256
-LISTED_THREADS = 64
+LISTED_THREADS = 128
 _UNKNOWN = 0x7FC0DEAD  # as in prefetch.cuh: the bits of a k-th score that isn't there yet
 FEW_ENTRIES = 512
 """Of a selection in which a warp has four entries, as in a decode step; in larger ones 32."""
@@ -79,7 +79,7 @@ class PrefetchRun(Arguments):
             (name, ctypes.c_void_p)
             for name in ("block_tables", "request_rows", "scores", "shares", "kth", "lists")
         ),
-        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "known", "pad")),
+        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "known", "clusters", "scoring_blocks", "pad")),
         ("listed", fetch_listed.ListedArguments),
     )
 
@@ -243,6 +243,8 @@ class Emulator:
         scoring: int = 2,
         known: bool = False,
         tick: int = 0,
+        clusters: int = 1,
+        cluster: int = 2,
     ) -> Tensor:
         """What `index_scores_prefetch` does once there are scores; each block's share of the pages.
 
@@ -265,12 +267,17 @@ class Emulator:
             layer, request_slots, thresholds, limits, found, rows_per_unit, least
         )
         contexts = fetch_listed.Contexts(pointer(context_lens), rows, width)
+        finding = LISTED_THREADS if cluster > 1 else LISTED_THREADS // 2
+        readers = fetch_listed.readers_of(blocks * scoring, clusters, finding)
         arguments = PrefetchRun(
             pointer(block_tables), pointer(request_rows), pointer(scores), pointer(shares),
-            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, 0,
-            fetch_listed.listed_arguments(prefetch, contexts, lists, kth_scores),
+            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, clusters,
+            blocks, 0,
+            fetch_listed.listed_arguments(
+                prefetch, contexts, lists, kth_scores, blocks * scoring, readers
+            ),
         )  # fmt: skip
-        self._library.run_prefetch(blocks, self._next(), tick, ctypes.byref(arguments))
+        self._library.run_prefetch(cluster, self._next(), tick, ctypes.byref(arguments))
         return shares
 
     def inter_prefetch(

@@ -280,6 +280,23 @@ DEVICE void store_to_block(u32* to, u32 value) {
   *to = value;
   emulated::maybe_yield();
 }
+DEVICE i32 load_from_cluster(const i32* from) {
+  emulated::yield();  // waited on
+  return *from;
+}
+DEVICE void store_to_cluster(i32* to, i32 value) {
+  *to = value;
+  emulated::maybe_yield();
+}
+DEVICE u32 swap_in_cluster(u32* at, u32 value) {
+  emulated::maybe_yield();
+  const u32 before = *at;
+  *at = value;
+  return before;
+}
+DEVICE void or_in_cluster(u32* at, u32 bits) { atomicOr(at, bits); }
+DEVICE u32 subtract_in_cluster(u32* from, u32 value) { return atomicAdd(from, 0u - value); }
+DEVICE void pause_briefly() { emulated::yield(); }
 DEVICE void warp_sync() { emulated::meet(0); }
 DEVICE void pause() { emulated::yield(); }
 DEVICE u64 nanoseconds() { return emulated::grid->ticks += emulated::grid->tick; }

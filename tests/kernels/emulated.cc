@@ -1,4 +1,5 @@
 // The kernels of kernels/cuda as a shared library for Python: same arguments, one CPU thread.
+#include "listed.cuh"
 #include "prefill_prefetch.cuh"
 #include "rows.cuh"
 #include "topk.cu"
@@ -25,6 +26,8 @@ struct Arguments {
   u32 blocks;           // a table
   u32 scoring;          // warps
   u32 known;            // whether they say in the end what the k-th scores are
+  u32 clusters;         // that fetch
+  u32 scoring_blocks;
   u32 pad;
   ListedArguments listed;
 };
@@ -52,19 +55,23 @@ static void kernel(const Arguments& a) {
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   const PrefetchArguments& prefetch = a.listed.prefetch;
   const Contexts& contexts = a.listed.contexts;
-  if (thread < MOST_SCORING) shared->listed[thread] = 0;
-  if (thread == 0) shared->scored = 0;
-  const Share share = share_of(contexts, block_index(), grid_size(), lane);
-  block_sync();
-  if (warp >= a.scoring) {
-    fetch_list(a.listed, thread - a.scoring * WARP);
+  const u32 fetching = a.clusters * cluster_size();
+  if (block_index() < fetching) {
+    fetch_list(a.listed, block_index() / cluster_size(), a.clusters, thread);
     return;
   }
+  const u32 block = block_index() - fetching;
+  if (block >= a.scoring_blocks) return;
+  if (thread < MOST_SCORING) shared->listed[thread] = 0;
+  if (thread == 0) shared->scored = 0;
+  const Share share = share_of(contexts, block, a.scoring_blocks, lane);
+  block_sync();
+  if (warp >= a.scoring) return;
   if (thread == 0) {
     const u32 found[3] = {share.row, share.page, share.pages};
-    std::copy(found, found + 3, a.shares + 3 * block_index());
+    std::copy(found, found + 3, a.shares + 3 * block);
   }
-  Listed* list = a.lists + u64(block_index() * a.scoring + warp) * LIST;
+  Listed* list = a.lists + u64(block * a.scoring + warp) * LIST;
   u32 pages = 0;
   for (Run run = first_run(contexts, share); run.pages != 0; next_run(contexts, &run)) {
     const float threshold = threshold_of(prefetch.request_slots, prefetch.thresholds, run.row);
@@ -72,7 +79,7 @@ static void kernel(const Arguments& a) {
       if (pages++ % a.scoring == warp)
         score_page(a, run, page, list, shared->listed + warp, threshold, lane);
   }
-  end_list(list, shared->listed[warp], LISTED_THREADS / a.scoring, *a.listed.epoch, lane);
+  end_list(list, shared->listed[warp], a.listed.readers, *a.listed.epoch, lane);
   if (!a.known || lane != 0 || atomicAdd(&shared->scored, 1u) + 1 != a.scoring) return;
   for (u32 row = 0; row < contexts.rows; row++) store_shared_value(a.kth + row, 0);
 }
@@ -192,9 +199,11 @@ void run_inter_late(u32 blocks, u32 seed, const InterArguments* a) {
   emulated::launch(blocks, 2 * WARP, 1, 2 * sizeof(WaveNotes), seed,
                    [=] { inter::fetch_late(*a); });
 }
-void run_prefetch(u32 blocks, u32 seed, u32 tick, const prefetching::Arguments* a) {
-  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1, sizeof(prefetching::Shared),
-                   seed, [=] { prefetching::kernel(*a); }, tick);
+void run_prefetch(u32 cluster, u32 seed, u32 tick, const prefetching::Arguments* a) {
+  const u32 clusters = a->clusters + ceil_div(a->scoring_blocks, cluster);
+  const size_t shared = std::max(sizeof(prefetching::Shared), sizeof(FetchShared));
+  emulated::launch(clusters * cluster, LISTED_THREADS, cluster, shared, seed,
+                   [=] { prefetching::kernel(*a); }, tick);
 }
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {
   emulated::launch(blocks, TOPK_THREADS, cluster, shared, seed, [=] { topk(*arguments); });

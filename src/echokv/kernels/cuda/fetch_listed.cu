@@ -1,11 +1,7 @@
 // Fetching what the blocks of `index_scores` list as they make scores, beside them and the top-k.
-//
-// One block an SM, small enough to share it with a block of either: see prefetch.cuh.
-#include "prefetch.cuh"
+#include "listed.cuh"
 
-constexpr u32 REGISTERS = 72;  // what `index_scores` leaves each of four warps on an SM
-
-KERNEL(LISTED_THREADS, 65536 / (REGISTERS * LISTED_THREADS))
-void fetch_listed(ARGUMENTS ListedArguments a) {
-  fetch_list(a, thread_index());
+KERNEL(LISTED_THREADS, 1) void fetch_listed(ARGUMENTS ListedArguments a) {
+  const u32 blocks = cluster_size();
+  fetch_list(a, block_index() / blocks, grid_size() / blocks, thread_index());
 }

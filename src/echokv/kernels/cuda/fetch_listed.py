@@ -6,15 +6,16 @@ both take is here: argument structures and the lists.
 
 import ctypes
 
+import torch
 from torch import Tensor
 
-from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
+from echokv.kernels.cuda.launch import MAX_SHARED_BYTES, Arguments, CudaModule, pointer
 from echokv.kernels.cuda.recall import Layer, layer_of
 from echokv.kernels.cuda.schedule import Contexts
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.prefetch_args import CandidateLists, Candidates
 
-THREADS = 128
+THREADS = 1024
 """Of a block."""
 
 LISTS = 16
@@ -25,6 +26,22 @@ KERNELS = ("fetch_listed",)
 
 LIST_ENTRIES = 128
 """Candidates of a scoring warp; it forgets what comes after them."""
+
+
+CLUSTERS, CLUSTER = 4, 2
+FINDING_WARPS = 16
+
+
+def own_sms() -> int:
+    return CLUSTERS * CLUSTER
+
+
+def readers_of(lists: int, clusters: int, threads: int) -> int:
+    """Threads that read a list, of those of a cluster that find."""
+    each = -(-lists // clusters)
+    if each > threads:
+        raise ValueError(f"{clusters} clusters of {threads} threads that find can't read {lists} lists")
+    return threads // each
 
 
 class PrefetchArguments(Arguments):
@@ -50,7 +67,7 @@ class ListedArguments(Arguments):
         ("contexts", Contexts),
         *((name, ctypes.c_void_p) for name in ("lists", "epoch", "kth")),
         ("num_lists", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
+        ("readers", ctypes.c_uint32),
     )
 
 
@@ -77,15 +94,19 @@ def listed_arguments(
     contexts: Contexts,
     lists: CandidateLists,
     kth_scores: Tensor,
+    num_lists: int,
+    readers: int,
 ) -> ListedArguments:
     """What `fetch_listed` takes."""
     return ListedArguments(
         prefetch, contexts, pointer(lists.entries), pointer(lists.epoch), pointer(kth_scores),
-        lists.entries.shape[1], 0,
+        num_lists, readers,
     )  # fmt: skip
 
 
-def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:
-    """Fetch what is listed until all is, or k-th scores are known; a block for each that scores."""
-    blocks, device = lists.entries.shape[0], lists.entries.device
-    MODULE.launch("fetch_listed", arguments, device, blocks=blocks, beside=True)
+def fetch_listed(arguments: ListedArguments, device: torch.device) -> None:
+    """Fetch what is listed until all is, or k-th scores are known, on SMs of its own."""
+    MODULE.launch(
+        "fetch_listed", arguments, device, blocks=own_sms(), cluster=CLUSTER,
+        shared_bytes=MAX_SHARED_BYTES, beside=True,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
+from echokv.kernels.cuda import fetch_listed as fl
 from echokv.kernels.cuda import prefill_scores
 from echokv.kernels.cuda.fetch_listed import (
     LISTS,
@@ -20,7 +21,6 @@ from echokv.kernels.cuda.fetch_listed import (
     listed_arguments,
     prefetch_arguments,
 )
-from echokv.kernels.cuda.fetch_listed import THREADS as FETCHING_THREADS
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.cuda.recall import moves_16_bytes
 from echokv.kernels.cuda.schedule import Contexts
@@ -220,11 +220,17 @@ def index_scores_prefetch(
         layer, request_slots, thresholds, limits, found, rows_per_unit, least
     )
     contexts = Contexts(pointer(context_lens), rows, out.shape[1])
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_lists = (sms - fl.own_sms()) * LISTS
+    finding = fl.THREADS if fl.CLUSTER > 1 else 32 * fl.FINDING_WARPS
+    readers = fl.readers_of(num_lists, fl.CLUSTERS, finding)
     with fork():
-        fetch_listed(listed_arguments(prefetch, contexts, lists, kth_scores), lists)
+        fetch_listed(
+            listed_arguments(prefetch, contexts, lists, kth_scores, num_lists, readers), device
+        )
     listing = ListingArguments(
         pointer(request_slots), pointer(thresholds), pointer(lists.entries), pointer(lists.epoch),
-        FETCHING_THREADS // LISTS, 0,
+        readers, 0,
     )  # fmt: skip
     score_images(images, heads, pages, block_tables, request_rows, context_lens, out, listing)
     return out
@@ -298,6 +304,6 @@ def score_images(
         kernel, shared_bytes = f"prefetching_{heads}", PREFETCHING_SHARED_BYTES
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     MODULE.launch(
-        kernel, arguments, device, blocks=sms, shared_bytes=shared_bytes, early=True,
+        kernel, arguments, device, blocks=sms - (fl.own_sms() if listing is not None else 0), shared_bytes=shared_bytes, early=True,
         beside=listing is not None,
     )  # fmt: skip

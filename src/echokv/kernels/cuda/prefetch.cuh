@@ -36,15 +36,15 @@ constexpr u32 LIST = LIST_ENTRIES;  // of a scoring warp
 constexpr i32 END = -3;  // instead of a host slot: nothing will follow
 constexpr u32 UNKNOWN = 0x7fc0dead;  // a k-th score that isn't there yet; no score is this NaN
 constexpr u64 PATIENCE = 1000000;    // nanoseconds
-#ifndef LISTED_THREADS
-#define LISTED_THREADS 128
-#endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
 constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
 // Rows that a warp claims before it looks again whether it should. What is claimed must land before
 // anything else moves: few, but enough to keep PCIe busy while claims wait for memory. Measured at
 // 13 x 98,304 tokens, hit rate 0.9: 1, 2 and 4 take 110, 106 and 115 us for the whole segment.
-constexpr u32 CLAIMS_AT_ONCE = 2;
+#ifndef AT_ONCE_
+#define AT_ONCE_ 2
+#endif
+constexpr u32 CLAIMS_AT_ONCE = AT_ONCE_;
 
 // An entry of a scoring block's list.
 struct alignas(16) Listed {
@@ -213,78 +213,4 @@ DEVICE void list_candidates(Listed* list, u32* count, bool candidate, i32 host_s
 DEVICE void end_list(Listed* list, u32 count, u32 readers, u32 epoch, u32 lane) {
   for (u32 at = count + lane; at < count + readers && at < LIST; at += WARP)
     store_whole(list + at, {u32(END), 0, 0, epoch});
-}
-
-struct ListedArguments {
-  PrefetchArguments prefetch;
-  Contexts contexts;
-  const Listed* lists;  // [blocks, lists, LIST]
-  const u32* epoch;     // [1]
-  const i32* kth;       // [rows], bits of the true k-th scores; UNKNOWN until they are known
-  u32 num_lists;        // of a scoring block; divides the threads of one that fetches
-  u32 pad;
-};
-
-// Whether a row's selection isn't known yet.
-DEVICE bool is_open(const ListedArguments& a, u32 row) {
-  return u32(load_shared_value(a.kth + row)) == UNKNOWN;
-}
-
-// Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
-// until the rows' selections are known. Budgets are asked for by a few at a time too, so that
-// whoever comes first doesn't take for a long queue of its own what others could fetch at once.
-DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
-                        Fetched* fetched, u32 lane) {
-  const PrefetchArguments& to = a.prefetch;
-  bool waits = candidate.valid && is_open(a, candidate.row);
-  if (waits) waits = load_shared_value(to.layer.host_to_device + candidate.host_slot) < 0;
-  for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
-    u32 now = 0;
-#pragma unroll
-    for (u32 i = 0; i < CLAIMS_AT_ONCE; i++) {
-      now |= left & -left;
-      left &= left - 1;
-    }
-    const bool asks = now >> lane & 1;
-    const u32 place = ask_budget(to, a.contexts, candidate.row, asks, lane);
-    const bool granted = place < to.most;
-    const u32 at = candidate.row * to.most + place;
-    if (granted) to.scores[at] = candidate.score;
-    for (u32 refused = __ballot_sync(ALL_LANES, asks && !granted); refused != 0;) {
-      const u32 row = __shfl_sync(ALL_LANES, candidate.row, __ffs(refused) - 1);
-      left &= ~__ballot_sync(ALL_LANES, candidate.row == row);  // it has no budget left
-      refused &= refused - 1;
-    }
-    take_in(to, granted, candidate.host_slot, at, floor, fetched, lane);
-    left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
-  }
-}
-
-// A thread of a block that fetches what the scoring block of the same number lists.
-DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
-  const u32 lane = thread % WARP, epoch = *a.epoch;
-  // Neighbours read neighbouring entries of one list.
-  const u32 readers = LISTED_THREADS / a.num_lists;
-  const Listed* list = a.lists + u64(block_index() * a.num_lists + thread / readers) * LIST;
-  const i32 floor = *a.prefetch.layer.floor;
-  Fetched fetched = {0, 0};
-  u32 place = thread % readers;
-  bool over = false;
-  for (u64 since = nanoseconds();;) {
-    Words entry = {0, 0, 0, epoch + 1};
-    if (!over) entry = load_whole(list + place);
-    const bool seen = entry.w == epoch;
-    const bool found = seen && i32(entry.x) != END;
-    if (seen) place += readers;
-    over = over || seen != found || place >= LIST;
-    if (__any_sync(ALL_LANES, found)) {
-      const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
-      fetch_found(a, candidate, floor, &fetched, lane);
-      since = nanoseconds();
-      continue;
-    }
-    if (__all_sync(ALL_LANES, over || nanoseconds() - since > PATIENCE)) break;
-    pause();
-  }
-  add_fetched(a.prefetch, fetched, lane);
 }
