@@ -42,7 +42,7 @@ TOPK_HELD = 1
 RECALL_THREADS = 64
 VICTIM_THREADS = 64
 LIST_ENTRIES = 256
-LISTED_THREADS = 128
+LISTED_THREADS = 192
 _UNKNOWN = 0x7FC0DEAD  # as in prefetch.cuh: the bits of a k-th score that isn't there yet
 FEW_ENTRIES = 512
 """Of a selection in which a warp has four entries, as in a decode step; in larger ones 32."""
@@ -114,7 +114,7 @@ class Emulator:
              "-DECHOKV_EMULATE", f"-DTOPK_THREADS={TOPK_THREADS}",
              f"-DTOPK_HELD={TOPK_HELD}", f"-DLIST_ENTRIES={LIST_ENTRIES}",
              f"-DLISTED_THREADS={LISTED_THREADS}", f"-DRECALL_THREADS={RECALL_THREADS}",
-             f"-DVICTIM_THREADS={VICTIM_THREADS}",
+             f"-DVICTIM_THREADS={VICTIM_THREADS}", "-DFINDING_WARPS=5", "-DQUEUE_ENTRIES=1024",
              f"-I{FOLDER}", f"-I{HERE}", "-shared", "-fPIC",
              str(HERE / "emulated.cc"), "-o", str(library)],
             check=True,
@@ -243,7 +243,8 @@ class Emulator:
         scoring: int = 2,
         known: bool = False,
         tick: int = 0,
-        clusters: int = 1,
+        topk: int = 2**20,
+        clusters: int = 2,
         cluster: int = 2,
     ) -> Tensor:
         """What `index_scores_prefetch` does once there are scores; each block's share of the pages.
@@ -261,20 +262,24 @@ class Emulator:
         # What another launch left: candidates of any row, of other epochs.
         entries = torch.randint(0, 99, (blocks, scoring, LIST_ENTRIES, 4), dtype=torch.int32)
         lists = CandidateLists(
-            entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32)
-        )
+            entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32),
+            sketch=torch.zeros((rows, 256), dtype=torch.int32),
+            scored=torch.zeros(rows, dtype=torch.int32),
+            bars=torch.full((rows,), torch.nan),
+        )  # fmt: skip
+        for row, slot in enumerate(request_slots.tolist()):
+            if slot >= 0 and float(thresholds[slot]) < torch.inf:
+                lists.bars[row] = thresholds[slot]
         prefetch = fetch_listed.prefetch_arguments(
             layer, request_slots, thresholds, limits, found, rows_per_unit, least
         )
         contexts = fetch_listed.Contexts(pointer(context_lens), rows, width)
-        finding = LISTED_THREADS if cluster > 1 else LISTED_THREADS // 2
-        readers = fetch_listed.readers_of(blocks * scoring, clusters, finding)
         arguments = PrefetchRun(
             pointer(block_tables), pointer(request_rows), pointer(scores), pointer(shares),
             pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, clusters,
             blocks, 0,
             fetch_listed.listed_arguments(
-                prefetch, contexts, lists, kth_scores, blocks * scoring, readers
+                prefetch, contexts, lists, kth_scores, blocks * scoring, topk
             ),
         )  # fmt: skip
         self._library.run_prefetch(cluster, self._next(), tick, ctypes.byref(arguments))
@@ -311,7 +316,10 @@ class Emulator:
     def candidate_lists(self, device: torch.device) -> CandidateLists:
         """`candidate_lists`; what is here isn't used."""
         nothing = torch.zeros((0, 0, 0, 4), dtype=torch.int32, device=device)
-        return CandidateLists(entries=nothing, epoch=torch.zeros(1, dtype=torch.int32))
+        return CandidateLists(
+            entries=nothing, epoch=torch.zeros(1, dtype=torch.int32),
+            sketch=nothing, scored=nothing, bars=nothing,
+        )  # fmt: skip
 
     def fetches(self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer) -> bool:
         """`fetches`, with keys of any kind."""
@@ -336,6 +344,7 @@ class Emulator:
         kth_scores: Tensor,
         fork: Callable[[], AbstractContextManager[None]],
         *,
+        topk: int,
         rows_per_unit: int,
         least: int,
     ) -> Tensor:
@@ -345,7 +354,8 @@ class Emulator:
         with fork():
             self.prefetch(
                 scores, block_tables, request_rows, context_lens, request_slots, thresholds,
-                limits, layer, found, kth_scores, rows_per_unit=rows_per_unit, least=least,
+                limits, layer, found, kth_scores, topk=topk, rows_per_unit=rows_per_unit,
+                least=least,
             )  # fmt: skip
         return scores
 

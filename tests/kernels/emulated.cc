@@ -48,6 +48,7 @@ static void score_page(const Arguments& a, const Run& run, u32 page, Listed* lis
                     table[page] * i32(PAGE_TOKENS) + i32(half + lane), score, run.row,
                     *a.listed.epoch, lane);
   }
+  if (lane == 0) atomicAdd(const_cast<i32*>(a.listed.scored) + run.row, 1);
 }
 
 static void kernel(const Arguments& a) {
@@ -74,12 +75,13 @@ static void kernel(const Arguments& a) {
   Listed* list = a.lists + u64(block * a.scoring + warp) * LIST;
   u32 pages = 0;
   for (Run run = first_run(contexts, share); run.pages != 0; next_run(contexts, &run)) {
-    const float threshold = threshold_of(prefetch.request_slots, prefetch.thresholds, run.row);
+    const float threshold = lowered(
+        threshold_of(prefetch.request_slots, prefetch.thresholds, run.row), a.listed.margin);
     for (u32 page = run.page; page < run.page + run.pages; page++)
       if (pages++ % a.scoring == warp)
         score_page(a, run, page, list, shared->listed + warp, threshold, lane);
   }
-  end_list(list, shared->listed[warp], a.listed.readers, *a.listed.epoch, lane);
+  end_list(list, shared->listed[warp], *a.listed.epoch, lane);
   if (!a.known || lane != 0 || atomicAdd(&shared->scored, 1u) + 1 != a.scoring) return;
   for (u32 row = 0; row < contexts.rows; row++) store_shared_value(a.kth + row, 0);
 }

@@ -68,6 +68,9 @@ class CandidateLists:
 
     entries: Tensor  # [blocks, lists, entries, 4] int32; see Listed in kernels/cuda/prefetch.cuh
     epoch: Tensor  # [1] int32, raised before each launch: entries of any other are stale
+    sketch: Tensor  # [rows, bins] int32: how many candidates of each row have which scores
+    scored: Tensor  # [rows] int32: pages of each that are listed
+    bars: Tensor  # [rows] float32: which candidates are worth fetching, as far as is known
 
 
 def row_budget(

@@ -170,6 +170,7 @@ class FusedPrefetch(Protocol):
         kth_scores: Tensor,
         fork: Callable[[], AbstractContextManager[None]],
         *,
+        topk: int,
         rows_per_unit: int,
         least: int,
     ) -> Tensor: ...

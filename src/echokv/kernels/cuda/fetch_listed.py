@@ -24,24 +24,20 @@ LISTS = 16
 MODULE = CudaModule("fetch_listed", threads=THREADS)
 KERNELS = ("fetch_listed",)
 
+SKETCH = (256, 256)
+"""Rows of a pass that prefetch, and bins of each by score: see prefetch.cuh."""
+
 LIST_ENTRIES = 128
 """Candidates of a scoring warp; it forgets what comes after them."""
 
 
+MARGIN = 0.125
 CLUSTERS, CLUSTER = 4, 2
 FINDING_WARPS = 16
 
 
 def own_sms() -> int:
     return CLUSTERS * CLUSTER
-
-
-def readers_of(lists: int, clusters: int, threads: int) -> int:
-    """Threads that read a list, of those of a cluster that find."""
-    each = -(-lists // clusters)
-    if each > threads:
-        raise ValueError(f"{clusters} clusters of {threads} threads that find can't read {lists} lists")
-    return threads // each
 
 
 class PrefetchArguments(Arguments):
@@ -65,9 +61,14 @@ class ListedArguments(Arguments):
     _fields_ = (
         ("prefetch", PrefetchArguments),
         ("contexts", Contexts),
-        *((name, ctypes.c_void_p) for name in ("lists", "epoch", "kth")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("lists", "epoch", "kth", "scored", "sketch", "bars")
+        ),
         ("num_lists", ctypes.c_uint32),
-        ("readers", ctypes.c_uint32),
+        ("k", ctypes.c_uint32),
+        ("margin", ctypes.c_float),
+        ("pad", ctypes.c_uint32),
     )
 
 
@@ -95,12 +96,12 @@ def listed_arguments(
     lists: CandidateLists,
     kth_scores: Tensor,
     num_lists: int,
-    readers: int,
+    topk: int,
 ) -> ListedArguments:
     """What `fetch_listed` takes."""
     return ListedArguments(
         prefetch, contexts, pointer(lists.entries), pointer(lists.epoch), pointer(kth_scores),
-        num_lists, readers,
+        pointer(lists.scored), pointer(lists.sketch), pointer(lists.bars), num_lists, topk, MARGIN, 0,
     )  # fmt: skip
 
 

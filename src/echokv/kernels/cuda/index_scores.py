@@ -60,8 +60,14 @@ class QueryArguments(Arguments):
         *((name, ctypes.c_void_p) for name in ("query", "weights", "images")),
         ("factor", ctypes.c_float),
         *((name, ctypes.c_uint32) for name in ("rows", "heads", "is_bfloat16", "most")),
-        *((name, ctypes.c_void_p) for name in ("counts", "host_slots", "scores", "kth", "epoch")),
-    )
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "counts", "host_slots", "scores", "kth", "epoch", "sketch", "scored", "bars",
+                "request_slots", "thresholds",
+            )
+        ),
+    )  # fmt: skip
 
 
 class ScoresArguments(Arguments):
@@ -79,8 +85,11 @@ class ListingArguments(Arguments):
     """See index_scores.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("request_slots", "thresholds", "lists", "epoch")),
-        ("readers", ctypes.c_uint32),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("request_slots", "thresholds", "lists", "epoch", "scored")
+        ),
+        ("margin", ctypes.c_float),
         ("pad", ctypes.c_uint32),
     )
 
@@ -155,6 +164,7 @@ def index_scores_prefetch(
     kth_scores: Tensor,
     fork: Callable[[], AbstractContextManager[None]],
     *,
+    topk: int,
     rows_per_unit: int,
     least: int,
 ) -> Tensor:
@@ -215,22 +225,22 @@ def index_scores_prefetch(
     out = torch.empty((rows, score_width(max_context_len)), device=device)
     if rows == 0:
         return out
-    images = quantise_query(query, weights, (found, kth_scores, lists))
+    images = quantise_query(
+        query, weights, (found, kth_scores, lists, request_slots, thresholds)
+    )
     prefetch = prefetch_arguments(
         layer, request_slots, thresholds, limits, found, rows_per_unit, least
     )
     contexts = Contexts(pointer(context_lens), rows, out.shape[1])
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     num_lists = (sms - fl.own_sms()) * LISTS
-    finding = fl.THREADS if fl.CLUSTER > 1 else 32 * fl.FINDING_WARPS
-    readers = fl.readers_of(num_lists, fl.CLUSTERS, finding)
     with fork():
         fetch_listed(
-            listed_arguments(prefetch, contexts, lists, kth_scores, num_lists, readers), device
+            listed_arguments(prefetch, contexts, lists, kth_scores, num_lists, topk), device
         )
     listing = ListingArguments(
         pointer(request_slots), pointer(thresholds), pointer(lists.entries), pointer(lists.epoch),
-        readers, 0,
+        pointer(lists.scored), fl.MARGIN, 0,
     )  # fmt: skip
     score_images(images, heads, pages, block_tables, request_rows, context_lens, out, listing)
     return out
@@ -239,7 +249,7 @@ def index_scores_prefetch(
 def quantise_query(
     query: Tensor,
     weights: Tensor,
-    begin: tuple[Candidates, Tensor, CandidateLists] | None = None,
+    begin: tuple[Candidates, Tensor, CandidateLists, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Rotate and quantise a query as keys are, and fold every factor into the weights.
 
@@ -259,11 +269,14 @@ def quantise_query(
         query.dtype == torch.bfloat16,
     )  # fmt: skip
     if begin is not None:
-        found, kth_scores, lists = begin
+        found, kth_scores, lists, request_slots, thresholds = begin
         arguments.most = found.host_slots.shape[1]
         arguments.counts, arguments.host_slots = pointer(found.counts), pointer(found.host_slots)
         arguments.scores, arguments.kth = pointer(found.scores), pointer(kth_scores)
-        arguments.epoch = pointer(lists.epoch)
+        arguments.epoch, arguments.sketch = pointer(lists.epoch), pointer(lists.sketch)
+        arguments.scored, arguments.bars = pointer(lists.scored), pointer(lists.bars)
+        arguments.request_slots = pointer(request_slots)
+        arguments.thresholds = pointer(thresholds)
     MODULE.launch(
         "quantise_query", arguments, query.device, blocks=-(-rows * heads // _WARPS),
         beside=begin is not None,

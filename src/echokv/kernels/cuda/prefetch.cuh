@@ -36,6 +36,10 @@ constexpr u32 LIST = LIST_ENTRIES;  // of a scoring warp
 constexpr i32 END = -3;  // instead of a host slot: nothing will follow
 constexpr u32 UNKNOWN = 0x7fc0dead;  // a k-th score that isn't there yet; no score is this NaN
 constexpr u64 PATIENCE = 1000000;    // nanoseconds
+constexpr u32 MOST_ROWS = 256;     // of a pass that prefetch; nothing is listed for the others
+constexpr u32 SKETCH_BINS = 256;   // of a row's candidates by score
+constexpr u32 SKETCH_SHIFT = 17;   // of a score's key above the lowest that is listed
+constexpr u32 LEAST_JUDGED = 32;   // candidates above the bar, from which on it says something
 constexpr u32 BUDGET_UNIT = 1u << 16;
 constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
 // Rows that a warp claims before it looks again whether it should. What is claimed must land before
@@ -73,6 +77,11 @@ DEVICE float threshold_of(const i32* request_slots, const float* thresholds, u32
   const i32 slot = request_slots[row];
   const float threshold = slot < 0 ? bits_float(0x7fc00000u) : thresholds[slot];
   return threshold < bits_float(0x7f800000u) ? threshold : bits_float(0x7fc00000u);
+}
+
+// From which score on candidates are listed, so that there are some if the prediction is too high.
+DEVICE float lowered(float threshold, float margin) {
+  return threshold - margin * fabsf(threshold);
 }
 
 DEVICE u32 budget_of(const PrefetchArguments& a, const Contexts& contexts, u32 row) {
@@ -209,8 +218,7 @@ DEVICE void list_candidates(Listed* list, u32* count, bool candidate, i32 host_s
   if (candidate && at < LIST) store_whole(list + at, {u32(host_slot), float_bits(score), row, epoch});
 }
 
-// After a warp's last candidate: an END for each of the threads that read its list.
-DEVICE void end_list(Listed* list, u32 count, u32 readers, u32 epoch, u32 lane) {
-  for (u32 at = count + lane; at < count + readers && at < LIST; at += WARP)
-    store_whole(list + at, {u32(END), 0, 0, epoch});
+// After a warp's last candidate.
+DEVICE void end_list(Listed* list, u32 count, u32 epoch, u32 lane) {
+  if (lane == 0 && count < LIST) store_whole(list + count, {u32(END), 0, 0, epoch});
 }

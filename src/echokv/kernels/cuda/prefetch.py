@@ -20,4 +20,7 @@ def candidate_lists(device: torch.device) -> CandidateLists:
     return CandidateLists(
         entries=torch.zeros(shape, dtype=torch.int32, device=device),
         epoch=torch.zeros(1, dtype=torch.int32, device=device),
+        sketch=torch.zeros(fetch_listed.SKETCH, dtype=torch.int32, device=device),
+        scored=torch.zeros(fetch_listed.SKETCH[0], dtype=torch.int32, device=device),
+        bars=torch.zeros(fetch_listed.SKETCH[0], device=device),
     )
