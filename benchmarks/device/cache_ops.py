@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from cache_state import CacheState, Selected
@@ -298,6 +298,10 @@ def victim_times(bench: Bench) -> list[dict[str, Any]]:
     return results
 
 
+Way = Literal["in line", "beside", "with the selection"]
+"""How a step appends and recalls."""
+
+
 class DecodeStep:
     """The cache's part of a decode step over some layers, beside products like a model's.
 
@@ -317,13 +321,12 @@ class DecodeStep:
         half = torch.bfloat16
         self.hidden = torch.randn(batch, 1536, device=DEVICE, dtype=half)
         self.weights = [torch.randn(1536, 24_576, device=DEVICE, dtype=half) for _ in range(3)]
-        here, beside = False, True
-        ways: dict[str, tuple[bool | None, bool | None]] = {
-            "begin alone": (None, None), "append in line": (here, None),
-            "append beside": (beside, None), "recall in line": (None, here),
-            "recall beside": (None, beside), "inline": (here, here), "beside": (beside, beside),
-            "append in line, recall beside": (here, beside),
-            "append beside, recall in line": (beside, here),
+        ways: dict[str, tuple[Way | None, Way | None]] = {
+            "begin alone": (None, None), "append in line": ("in line", None),
+            "append beside": ("beside", None), "recall in line": (None, "in line"),
+            "recall beside": (None, "beside"), "inline": ("in line", "in line"),
+            "append beside, recall beside": ("beside", "beside"),
+            "beside": ("with the selection", "beside"),
         }  # fmt: skip
         self.runs: dict[str, Run] = {"none": self._work}
         for name, (append, recall) in ways.items():
@@ -339,17 +342,20 @@ class DecodeStep:
             for weight in self.weights:
                 torch.mm(self.hidden, weight)
 
-    def _run(self, append: bool | None, recall: bool | None) -> None:
-        """One step; each part beside the products (True), in line with them, or (None) left out."""
+    def _run(self, append: Way | None, recall: Way | None) -> None:
+        """One step; each part beside the products, in line with them, or (None) left out."""
         manager, scores = self.state.manager, self.recall.scores
         manager.begin_step(most_rows=self.batch * (TOPK + 1))
         for layer in range(LAYERS):
             if append is not None:
-                manager.append(layer, self.new, self.rows, keep=self.batch, beside=append)
+                manager.append(
+                    layer, self.new, self.rows, keep=self.batch, beside=append == "beside",
+                    until_selected=append == "with the selection",
+                )  # fmt: skip
             for weight in self.weights[:2]:
                 torch.mm(self.hidden, weight)
             wanted = self.recall.wanted[layer]
-            if recall:
+            if recall == "beside":
                 manager.recall_ahead(layer, wanted, scores)
             elif recall is not None:
                 manager.make_resident(layer, wanted, scores)

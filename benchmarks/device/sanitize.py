@@ -30,7 +30,9 @@ from echokv.kernels.cuda import fused, recall, topk
 CUDA = torch.device("cuda")
 
 
-def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None:
+def check_resident(
+    row_bytes: int, rows: int, k: int, lanes: int | None, *, beside: bool = False
+) -> None:
     """Victims, append and make_resident of one layer through three steps."""
     rng = random.Random(row_bytes * rows)
     floor, slots = 4096, 600
@@ -42,7 +44,10 @@ def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None
             under_test.begin(fused, floor, 200)
         under_test.append(fused, [-1, *rng.sample(range(1200), 40)], floor)
         wanted = selection(rng, rng.sample(range(1200), 250), rows, k)
-        under_test.fetch(fused, wanted, torch.randn(wanted.shape), floor, lanes=lanes)
+        new = rng.sample(range(1200), 20) if step else None
+        under_test.fetch(
+            fused, wanted, torch.randn(wanted.shape), floor, lanes=lanes, new=new, beside=beside
+        )
         floor += 8
 
 
@@ -93,9 +98,11 @@ def main() -> int:
     for row_bytes in (656, 40):
         check_resident(row_bytes, 4, 130, None)
         check_resident(row_bytes, 3, 33, 32)
+        check_resident(row_bytes, 16, 300, None, beside=True)
         check_gather(row_bytes)
         print(f"rows of {row_bytes} B: {time.perf_counter() - start:.1f} s", flush=True)
-    check_resident(656, 300, 70, 4)  # more tiles than resident blocks
+    for beside in (False, True):
+        check_resident(656, 300, 70, 4, beside=beside)  # more tiles than resident blocks
     shapes = () if options.without_topk else ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000))
     for shape in shapes:
         check_topk(*shape)
