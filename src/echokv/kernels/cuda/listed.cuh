@@ -22,7 +22,8 @@
 constexpr u32 LISTED_WARPS = LISTED_THREADS / WARP;
 constexpr u32 MAILS_EACH = MAILS;  // mailboxes of a moving warp
 constexpr u32 MOST_MOVING = 4;     // blocks of a cluster
-constexpr u32 ENTRIES_AT_ONCE = 4;
+constexpr u32 MOST_LISTS = 4;       // of a thread that scans
+constexpr u32 ENTRIES_AT_ONCE = 4;  // of a list
 constexpr i32 UNSETTLED = -2;      // a device slot that isn't known yet
 constexpr u32 WATCHED_A_LANE = MOST_ROWS / WARP;
 
@@ -222,41 +223,71 @@ DEVICE void note_score(const ListedArguments& a, FetchShared* shared, u32 row, f
   atomicAdd(a.sketch + row * SKETCH_BINS + smaller(bin, SKETCH_BINS - 1), 1u);
 }
 
-// A thread that scans: it reads one list, a few entries at once.
-DEVICE void scan(const ListedArguments& a, FetchShared* shared, u32 cluster, u32 clusters,
-                 u32 thread) {
-  const u32 lane = thread % WARP, epoch = *a.epoch;
-  const u32 number = thread * clusters + cluster;
-  const Listed* list = a.lists + u64(number) * LIST;
-  u32 place = 0;
-  bool over = number >= a.num_lists;
-  for (u64 since = nanoseconds();;) {
-    Words entries[ENTRIES_AT_ONCE];
+// The lists of a thread that scans, and how far it has read them.
+struct Reading {
+  const Listed* lists[MOST_LISTS];
+  u64 places;  // sixteen bits each
+  u32 over;    // one bit each
+};
+
+DEVICE Reading begin_reading(const ListedArguments& a, u32 first, u32 step, u32 lists) {
+  Reading reading = {{}, 0, 0};
 #pragma unroll
-    for (u32 i = 0; i < ENTRIES_AT_ONCE; i++) {
-      entries[i] = {0, 0, 0, epoch + 1};
-      if (!over && place + i < LIST) entries[i] = load_whole(list + place + i);
-    }
+  for (u32 i = 0; i < MOST_LISTS; i++) {
+    const u32 number = first + i * step;
+    reading.lists[i] = a.lists + u64(number) * LIST;
+    if (i >= lists || number >= a.num_lists) reading.over |= 1u << i;
+  }
+  return reading;
+}
+
+// The next few entries of one of them that are there: candidates, in order.
+DEVICE void read_entries(Reading* reading, u32 which, u32 epoch, Candidate* candidates) {
+  Words entries[ENTRIES_AT_ONCE];
+  const Listed* list = reading->lists[0];
+#pragma unroll
+  for (u32 i = 1; i < MOST_LISTS; i++)
+    if (which == i) list = reading->lists[i];
+  u32 place = u32(reading->places >> 16 * which) & 0xffffu;
+  const u32 first = place;
+  bool over = reading->over >> which & 1;
+#pragma unroll
+  for (u32 i = 0; i < ENTRIES_AT_ONCE; i++) {
+    entries[i] = {0, 0, 0, epoch + 1};
+    if (!over && place + i < LIST) entries[i] = load_whole(list + place + i);
+  }
+  bool next = !over;  // entries may be seen in another order than they came in
+#pragma unroll
+  for (u32 i = 0; i < ENTRIES_AT_ONCE; i++) {
+    const bool seen = next && entries[i].w == epoch;
+    const bool found = seen && i32(entries[i].x) != END;
+    over = over || seen != found;
+    next = found;
+    place += found;
+    candidates[i] = {found, i32(entries[i].x), bits_float(entries[i].y), found ? entries[i].z : 0};
+  }
+  over = over || place >= LIST;
+  reading->places += u64(place - first) << 16 * which;
+  reading->over |= u32(over) << which;
+}
+
+// A thread that scans: it reads some lists in turn, a few entries at once.
+DEVICE void scan(const ListedArguments& a, FetchShared* shared, u32 first, u32 step, u32 lane) {
+  const u32 epoch = *a.epoch, lists = smaller(ceil_div(a.num_lists, step), MOST_LISTS);
+  Reading reading = begin_reading(a, first, step, lists);
+  u64 since = nanoseconds();
+  for (u32 which = 0;; which = which + 1 == lists ? 0 : which + 1) {
     Candidate candidates[ENTRIES_AT_ONCE];
-    i32 where[ENTRIES_AT_ONCE];
-    bool any = false, next = !over;  // entries may be seen in another order than they came in
+    read_entries(&reading, which, epoch, candidates);
+    if (__any_sync(ALL_LANES, candidates[0].valid)) {
+      i32 where[ENTRIES_AT_ONCE];
 #pragma unroll
-    for (u32 i = 0; i < ENTRIES_AT_ONCE; i++) {
-      const bool seen = next && entries[i].w == epoch;
-      const bool found = seen && i32(entries[i].x) != END;
-      over = over || seen != found;
-      next = found;
-      candidates[i] = {found, i32(entries[i].x), bits_float(entries[i].y), found ? entries[i].z : 0};
-      where[i] = 0;
-      if (found) {
-        where[i] = load_shared_value(a.prefetch.layer.host_to_device + candidates[i].host_slot);
-        place++;
+      for (u32 i = 0; i < ENTRIES_AT_ONCE; i++) {
+        where[i] = 0;
+        if (candidates[i].valid)
+          where[i] =
+              load_shared_value(a.prefetch.layer.host_to_device + candidates[i].host_slot);
       }
-      any = any || found;
-    }
-    over = over || place >= LIST;
-    if (__any_sync(ALL_LANES, any)) {
-      since = nanoseconds();
 #pragma unroll
       for (u32 i = 0; i < ENTRIES_AT_ONCE; i++) {
         const Candidate& one = candidates[i];
@@ -266,8 +297,10 @@ DEVICE void scan(const ListedArguments& a, FetchShared* shared, u32 cluster, u32
         push(&shared->likely, likely, one, lane);
         push(&shared->unlikely, absent && !likely, one, lane);
       }
+      since = nanoseconds();
       continue;
     }
+    const bool over = reading.over == (1u << MOST_LISTS) - 1;
     if (__all_sync(ALL_LANES, over || nanoseconds() - since > PATIENCE)) break;
     pause_briefly();
   }
@@ -440,7 +473,7 @@ DEVICE void fetch_list(const ListedArguments& a, u32 cluster, u32 clusters, u32 
   block_sync();
   const u32 judges = roles.scanning + roles.judging, posters = judges + roles.posting;
   if (block == 0 && warp < roles.scanning)
-    scan(a, shared, cluster, clusters, thread);
+    scan(a, shared, thread * clusters + cluster, roles.scanning * WARP * clusters, lane);
   else if (block == 0 && warp < judges)
     judge(a, shared, cluster * roles.judging + warp - roles.scanning, clusters * roles.judging, lane);
   else if (block == 0 && warp < posters)
