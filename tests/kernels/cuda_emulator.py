@@ -47,8 +47,9 @@ TOPK_THREADS = 256
 TOPK_HELD = 1
 RECALL_THREADS = 64
 VICTIM_THREADS = 64
-LIST_ENTRIES = 256
-LISTED_THREADS = 192
+LIST_ENTRIES = 512
+LISTED_THREADS = 160
+QUEUE_ENTRIES = 512
 _UNKNOWN = 0x7FC0DEAD  # as in prefetch.cuh: the bits of a k-th score that isn't there yet
 FEW_ENTRIES = 512
 """Of a selection in which a warp has four entries, as in a decode step; in larger ones 32."""
@@ -120,7 +121,7 @@ class Emulator:
              "-DECHOKV_EMULATE", f"-DTOPK_THREADS={TOPK_THREADS}",
              f"-DTOPK_HELD={TOPK_HELD}", f"-DLIST_ENTRIES={LIST_ENTRIES}",
              f"-DLISTED_THREADS={LISTED_THREADS}", f"-DRECALL_THREADS={RECALL_THREADS}",
-             f"-DVICTIM_THREADS={VICTIM_THREADS}", "-DFINDING_WARPS=5", "-DQUEUE_ENTRIES=1024",
+             f"-DVICTIM_THREADS={VICTIM_THREADS}", "-DFINDING_WARPS=4", f"-DQUEUE_ENTRIES={QUEUE_ENTRIES}",
              f"-I{FOLDER}", f"-I{HERE}", "-shared", "-fPIC",
              str(HERE / "emulated.cc"), "-o", str(library)],
             check=True,
@@ -276,9 +277,10 @@ class Emulator:
         kth_scores.view(torch.int32).fill_(_UNKNOWN)
         shares = torch.zeros((blocks, 3), dtype=torch.int32)
         # What another launch left: candidates of any row, of other epochs.
-        entries = torch.randint(0, 99, (blocks, scoring, LIST_ENTRIES, 4), dtype=torch.int32)
+        entries = torch.randint(0, 99, (blocks, LIST_ENTRIES, 4), dtype=torch.int32)
         lists = CandidateLists(
             entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32),
+            queues=torch.randint(0, 99, (clusters, 2, QUEUE_ENTRIES, 4), dtype=torch.int32),
             sketch=torch.zeros((rows, 256), dtype=torch.int32),
             scored=torch.zeros(rows, dtype=torch.int32),
             bars=torch.full((rows,), torch.nan),
@@ -295,7 +297,7 @@ class Emulator:
             pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, clusters,
             blocks, 0,
             fetch_listed.listed_arguments(
-                prefetch, contexts, lists, kth_scores, blocks * scoring, topk
+                prefetch, contexts, lists, kth_scores, blocks, topk
             ),
         )  # fmt: skip
         self._library.run_prefetch(cluster, self._next(), tick, ctypes.byref(arguments))
@@ -334,7 +336,7 @@ class Emulator:
         nothing = torch.zeros((0, 0, 0, 4), dtype=torch.int32, device=device)
         return CandidateLists(
             entries=nothing, epoch=torch.zeros(1, dtype=torch.int32),
-            sketch=nothing, scored=nothing, bars=nothing,
+            queues=nothing, sketch=nothing, scored=nothing, bars=nothing,
         )  # fmt: skip
 
     def fetches(self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer) -> bool:

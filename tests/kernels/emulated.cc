@@ -23,7 +23,7 @@ struct Arguments {
   const float* scores;  // [rows, width]
   u32* shares;          // [blocks, 3] out
   i32* kth;             // [rows], which the fetching warps look at
-  Listed* lists;        // [blocks, scoring, LIST]
+  Listed* lists;        // [blocks, LIST]
   u32 blocks;           // a table
   u32 scoring;          // warps
   u32 known;            // whether they say in the end what the k-th scores are
@@ -33,19 +33,19 @@ struct Arguments {
   ListedArguments listed;
 };
 
-constexpr u32 MOST_SCORING = 8;
 struct Shared {
-  u32 listed[MOST_SCORING], scored;
+  Listing listing;
+  u32 scored;
 };
 
-static void score_page(const Arguments& a, const Run& run, u32 page, Listed* list, u32* count,
+static void score_page(const Arguments& a, const Run& run, u32 page, Listed* list, Listing* listing,
                        float threshold, u32 lane) {
   const i32* table = a.block_tables + u64(a.request_rows[run.row]) * a.blocks;
   for (u32 half = 0; half < PAGE_TOKENS; half += WARP) {
     const u32 position = page * PAGE_TOKENS + half + lane;
     const bool inside = position < run.tokens;
     const float score = inside ? a.scores[u64(run.row) * a.listed.contexts.width + position] : 0;
-    list_candidates(list, count, inside && score >= threshold,
+    list_candidates(list, listing, inside && score >= threshold,
                     table[page] * i32(PAGE_TOKENS) + i32(half + lane), score, run.row,
                     *a.listed.epoch, lane);
   }
@@ -64,8 +64,7 @@ static void kernel(const Arguments& a) {
   }
   const u32 block = block_index() - fetching;
   if (block >= a.scoring_blocks) return;
-  if (thread < MOST_SCORING) shared->listed[thread] = 0;
-  if (thread == 0) shared->scored = 0;
+  if (thread == 0) shared->listing = {0, 0}, shared->scored = 0;
   const Share share = share_of(contexts, block, a.scoring_blocks, lane);
   block_sync();
   if (warp >= a.scoring) return;
@@ -73,16 +72,16 @@ static void kernel(const Arguments& a) {
     const u32 found[3] = {share.row, share.page, share.pages};
     std::copy(found, found + 3, a.shares + 3 * block);
   }
-  Listed* list = a.lists + u64(block * a.scoring + warp) * LIST;
+  Listed* list = a.lists + u64(block) * LIST;
   u32 pages = 0;
   for (Run run = first_run(contexts, share); run.pages != 0; next_run(contexts, &run)) {
     const float threshold = lowered(
         threshold_of(prefetch.request_slots, prefetch.thresholds, run.row), a.listed.margin);
     for (u32 page = run.page; page < run.page + run.pages; page++)
       if (pages++ % a.scoring == warp)
-        score_page(a, run, page, list, shared->listed + warp, threshold, lane);
+        score_page(a, run, page, list, &shared->listing, threshold, lane);
   }
-  end_list(list, shared->listed[warp], *a.listed.epoch, lane);
+  end_list(list, &shared->listing, a.scoring, *a.listed.epoch, lane);
   if (!a.known || lane != 0 || atomicAdd(&shared->scored, 1u) + 1 != a.scoring) return;
   for (u32 row = 0; row < contexts.rows; row++) store_shared_value(a.kth + row, 0);
 }

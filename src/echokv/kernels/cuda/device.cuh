@@ -68,34 +68,35 @@ DEVICE T* peer(T* mine, u32 rank) {  // the same place in another block's shared
   return reinterpret_cast<T*>(theirs);
 }
 
-// Messages in the shared memory of a cluster's blocks: what was there before one of the last three
-// is seen by whoever sees it.
-DEVICE i32 load_from_cluster(const i32* from) {
-  i32 value;
-  asm volatile("ld.acquire.cluster.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-DEVICE void store_to_cluster(i32* to, i32 value) {
-  asm volatile("st.relaxed.cluster.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
+// Messages in the shared memory of a cluster's blocks, each a word that says all; and, more slowly,
+// the last word of many: who finds what `finish_in_cluster` has left, or `load_from_cluster` what
+// `store_to_cluster` has, finds all that was done before.
 DEVICE u32 swap_in_cluster(u32* at, u32 value) {
   u32 before;
-  asm volatile("atom.acquire.cluster.exch.b32 %0, [%1], %2;"
+  asm volatile("atom.relaxed.cluster.exch.b32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(at), "r"(value)
                : "memory");
   return before;
 }
 DEVICE void or_in_cluster(u32* at, u32 bits) {
-  asm volatile("red.release.cluster.or.b32 [%0], %1;" ::"l"(at), "r"(bits) : "memory");
+  asm volatile("red.relaxed.cluster.or.b32 [%0], %1;" ::"l"(at), "r"(bits) : "memory");
 }
-DEVICE u32 subtract_in_cluster(u32* from, u32 value) {
+DEVICE u32 finish_in_cluster(u32* counter) {  // one less; how many there were
   u32 before;
   asm volatile("atom.acq_rel.cluster.add.u32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(from), "r"(0u - value)
+               : "l"(counter), "r"(ALL_LANES)
                : "memory");
   return before;
+}
+DEVICE u32 load_from_cluster(const u32* from) {
+  u32 value;
+  asm volatile("ld.acquire.cluster.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+DEVICE void store_to_cluster(u32* to, u32 value) {
+  asm volatile("st.release.cluster.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 DEVICE void pause_briefly() { __nanosleep(40); }
 

@@ -18,17 +18,17 @@ from echokv.kernels.prefetch_args import CandidateLists, Candidates
 THREADS = 1024
 """Of a block."""
 
-LISTS = 16
-"""Lists of a scoring block, one a warp that scores."""
-
 MODULE = CudaModule("fetch_listed", threads=THREADS)
 KERNELS = ("fetch_listed",)
 
 SKETCH = (256, 256)
 """Rows of a pass that prefetch, and bins of each by score: see prefetch.cuh."""
 
-LIST_ENTRIES = 128
-"""Candidates of a scoring warp; it forgets what comes after them."""
+LIST_ENTRIES = 2048
+"""Candidates of a scoring block; it forgets what comes after them."""
+
+QUEUE_ENTRIES = 4096
+"""Of each of a cluster's two."""
 
 
 MARGIN = 0.125
@@ -63,7 +63,7 @@ class ListedArguments(Arguments):
         ("contexts", Contexts),
         *(
             (name, ctypes.c_void_p)
-            for name in ("lists", "epoch", "kth", "scored", "sketch", "bars")
+            for name in ("lists", "queues", "epoch", "kth", "scored", "sketch", "bars")
         ),
         ("num_lists", ctypes.c_uint32),
         ("k", ctypes.c_uint32),
@@ -100,7 +100,8 @@ def listed_arguments(
 ) -> ListedArguments:
     """What `fetch_listed` takes."""
     return ListedArguments(
-        prefetch, contexts, pointer(lists.entries), pointer(lists.epoch), pointer(kth_scores),
+        prefetch, contexts, pointer(lists.entries), pointer(lists.queues), pointer(lists.epoch),
+        pointer(kth_scores),
         pointer(lists.scored), pointer(lists.sketch), pointer(lists.bars), num_lists, topk, MARGIN, 0,
     )  # fmt: skip
 

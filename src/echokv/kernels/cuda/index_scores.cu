@@ -38,13 +38,13 @@ struct ScoresShared {
   Barrier query_full[QUERY_STAGES], query_empty[QUERY_STAGES];
   // From here on only with prefetch.
   float thresholds[QUERY_STAGES];  // of the queries' rows
-  u32 listed[SCORING_WARPS];       // by each of them
+  Listing listing;
   u32 epoch;
 };
 
 // What index_scores.py asks for.
-constexpr u32 FOR_PREFETCH = 176;
-static_assert(sizeof(ScoresShared) == 110336, "PREFETCHING_SHARED_BYTES");
+constexpr u32 FOR_PREFETCH = 48;
+static_assert(sizeof(ScoresShared) == 110208, "PREFETCHING_SHARED_BYTES");
 static_assert(sizeof(ScoresShared) - FOR_PREFETCH == 110160, "SHARED_BYTES");
 
 struct QueryArguments {
@@ -82,7 +82,7 @@ struct ScoresArguments {
 struct ListingArguments {
   const i32* request_slots;  // [rows], entries of thresholds; -1: none
   const float* thresholds;   // [slots], predicted k-th scores
-  Listed* lists;             // [blocks, SCORING_WARPS, LIST]
+  Listed* lists;             // [blocks, LIST]
   const u32* epoch;          // [1]
   i32* scored;               // [rows], counted up: pages whose candidates are listed
   float margin;              // see lowered()
@@ -303,8 +303,8 @@ DEVICE float sum_of_quad(float value) {
   return value + __shfl_xor_sync(ALL_LANES, value, 2);
 }
 
-DEVICE Listed* list_of_warp(const ListingArguments& a, u32 thread) {
-  return a.lists + u64(block_index() * SCORING_WARPS + thread / WARP) * LIST;
+DEVICE Listed* list_of_block(const ListingArguments& a) {
+  return a.lists + u64(block_index()) * LIST;
 }
 
 // The epoch, by a warp that may have had no query and so hasn't waited for the kernel before.
@@ -357,7 +357,7 @@ DEVICE void score_pages(const ScoresArguments& a, const ListingArguments* listin
     if (writes) a.out[u64(note.row) * a.contexts.width + note.first + mine] = score;
     if (PREFETCH) {
       const float threshold = shared->thresholds[query.sequence % QUERY_STAGES];
-      list_candidates(list_of_warp(*listing, thread), shared->listed + thread / WARP,
+      list_candidates(list_of_block(*listing), &shared->listing,
                       writes && mine < tokens && score >= threshold,
                       i32(note.id * PAGE_TOKENS + mine), score, note.row, shared->epoch, lane);
       if (thread % (GROUP_WARPS * WARP) == 0 && note.row < MOST_ROWS)
@@ -365,8 +365,7 @@ DEVICE void score_pages(const ScoresArguments& a, const ListingArguments* listin
     }
   }
   if (PREFETCH)
-    end_list(list_of_warp(*listing, thread), shared->listed[thread / WARP],
-             epoch_of(*listing), lane);
+    end_list(list_of_block(*listing), &shared->listing, SCORING_WARPS, epoch_of(*listing), lane);
 }
 
 template <u32 HEADS, bool PREFETCH>
@@ -381,7 +380,7 @@ DEVICE void index_scores(const ScoresArguments& a, const ListingArguments* listi
     barrier_init(&shared->query_full[thread], 1);
     barrier_init(&shared->query_empty[thread], SCORING_WARPS);
   }
-  if (PREFETCH && thread < SCORING_WARPS) shared->listed[thread] = 0;
+  if (PREFETCH && thread == 0) shared->listing = {0, 0};
   barrier_init_done();
   // Sent for now, before the share is known.
   const i32 first_requests = lane < a.contexts.rows ? a.request_rows[lane] : 0;

@@ -16,7 +16,6 @@ from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda import fetch_listed as fl
 from echokv.kernels.cuda import prefill_scores
 from echokv.kernels.cuda.fetch_listed import (
-    LISTS,
     fetch_listed,
     listed_arguments,
     prefetch_arguments,
@@ -49,7 +48,7 @@ _WARPS = 20
 _STAGES, _QUERY_STAGES, _PAGE_BYTES = 8, 5, 64 * (HEAD_DIM + 4)
 SHARED_BYTES = (_STAGES + _QUERY_STAGES) * (_PAGE_BYTES + 16) + 16 * _STAGES
 """ScoresShared without what only prefetching needs."""
-PREFETCHING_SHARED_BYTES = SHARED_BYTES + 176
+PREFETCHING_SHARED_BYTES = SHARED_BYTES + 48
 """All of it."""
 
 
@@ -233,7 +232,7 @@ def index_scores_prefetch(
     )
     contexts = Contexts(pointer(context_lens), rows, out.shape[1])
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    num_lists = (sms - fl.own_sms()) * LISTS
+    num_lists = sms - fl.own_sms()
     with fork():
         fetch_listed(
             listed_arguments(prefetch, contexts, lists, kth_scores, num_lists, topk), device

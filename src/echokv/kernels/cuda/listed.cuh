@@ -13,53 +13,49 @@
 #ifndef FINDING_WARPS  // of a block that is a cluster of its own
 #define FINDING_WARPS (LISTED_THREADS / WARP / 2)
 #endif
-#ifndef MAILS
-#define MAILS 1
-#endif
 #ifndef QUEUE_ENTRIES
 #define QUEUE_ENTRIES 4096
 #endif
 constexpr u32 LISTED_WARPS = LISTED_THREADS / WARP;
-constexpr u32 MAILS_EACH = MAILS;  // mailboxes of a moving warp
-constexpr u32 MOST_MOVING = 4;     // blocks of a cluster
-constexpr u32 MOST_LISTS = 4;       // of a thread that scans
-constexpr u32 ENTRIES_AT_ONCE = 4;  // of a list
-constexpr i32 UNSETTLED = -2;      // a device slot that isn't known yet
-constexpr u32 WATCHED_A_LANE = MOST_ROWS / WARP;
+constexpr u32 BOXES = 2;        // of a moving warp: one is being emptied, one may be filled
+constexpr u32 MOST_MOVING = 4;  // blocks of a cluster
+constexpr u32 MOST_LISTS = 4;   // of a warp that scans
+constexpr i32 UNSETTLED = -2;   // a device slot that isn't known yet
 
 struct Mail {
-  i32 host_slot;    // NONE: the box is empty
-  i32 device_slot;  // where it goes; NONE: nowhere
+  u32 host_slot;    // NONE: the box is empty
+  u32 device_slot;  // where it goes; NONE: nowhere
 };
 
-// Candidates in the order in which they come; what comes after the last place is forgotten.
+// Candidates in the order in which they come, in device memory; what comes after the last place is
+// forgotten.
 struct Queue {
-  u32 tail, head;
-  u32 pad[2];
-  Listed entries[QUEUE_ENTRIES];  // `epoch` is 1 once the rest is there
+  Listed* entries;  // [QUEUE_ENTRIES]
+  u32 *tail, *head;
 };
 
 struct FetchShared {
-  u32 idle[MOST_MOVING * MAILS_EACH];  // in the finding block: one bit a box, by block and number
-  u32 scanning, posting;               // in the finding block: warps that still are
-  u32 closed;                          // in moving blocks: no mail will come
+  u32 idle[MOST_MOVING * BOXES];  // in the finding block: one bit a box, by block and number
+  u32 scanning, posting;          // in the finding block: warps that still are
+  u32 tails[2], heads[2];         // of its queues
+  u32 closed;                     // in moving blocks: no mail will come
   u32 pad;
-  Mail mail[MAILS_EACH][LISTED_WARPS];
-  u32 lows[MOST_ROWS];    // keys of the scores from which on candidates are listed
-  float bars[MOST_ROWS];  // as the watcher saw them last; +inf: the row's selection is known
-  Queue likely, unlikely;
+  Mail mail[BOXES][LISTED_WARPS];
+  u32 lows[MOST_ROWS];     // keys of the scores from which on candidates are listed
+  u32 budgets[MOST_ROWS];  // of each row
 };
 
 struct ListedArguments {
   PrefetchArguments prefetch;
   Contexts contexts;
-  const Listed* lists;  // [blocks, lists, LIST]
+  const Listed* lists;  // [num_lists, LIST]
+  Listed* queues;       // [clusters, 2, QUEUE_ENTRIES]
   const u32* epoch;     // [1]
   const i32* kth;       // [rows], bits of the true k-th scores; UNKNOWN until they are known
   const i32* scored;    // [rows], pages whose candidates are listed
   u32* sketch;          // [rows, SKETCH_BINS], candidates by score
   i32* bars;            // [rows], bits of the scores that are worth fetching; predictions at first
-  u32 num_lists;        // of all scoring blocks
+  u32 num_lists;
   u32 k;
   float margin;         // see lowered()
   u32 pad;
@@ -67,7 +63,7 @@ struct ListedArguments {
 
 // Who finds and who moves in a cluster: its first block and the others, or parts of the only one.
 struct Roles {
-  u32 scanning, judging, posting, finding;  // warps, in this order; one more of them watches
+  u32 scanning, judging, posting, finding;  // warps, in this order; the last is their sum
   u32 moving;  // warps of a block that moves
   u32 words;   // of `idle` in use
   bool alone;  // a cluster of one block
@@ -80,10 +76,15 @@ DEVICE Roles roles_of_cluster() {
   roles.finding = roles.alone ? FINDING_WARPS : LISTED_WARPS;
   roles.scanning = roles.finding / 2;
   roles.judging = roles.finding < 16 ? 1 : roles.finding / 8;
-  roles.posting = roles.finding - roles.scanning - roles.judging - 1;
+  roles.posting = roles.finding - roles.scanning - roles.judging;
   roles.moving = roles.alone ? LISTED_WARPS - FINDING_WARPS : LISTED_WARPS;
-  roles.words = roles.alone ? MAILS_EACH : (blocks - 1) * MAILS_EACH;
+  roles.words = roles.alone ? BOXES : (blocks - 1) * BOXES;
   return roles;
+}
+
+DEVICE Queue queue_of(const ListedArguments& a, FetchShared* shared, u32 cluster, u32 which) {
+  return {a.queues + u64(cluster * 2 + which) * QUEUE_ENTRIES, &shared->tails[which],
+          &shared->heads[which]};
 }
 
 // A box that this lane may post to.
@@ -118,41 +119,39 @@ DEVICE Box take_boxes(FetchShared* shared, const Roles& roles, u32 wanting, u32 
 }
 
 DEVICE Mail* mail_of(FetchShared* shared, const Roles& roles, const Box& box) {
-  Mail* mine = &shared->mail[box.word % MAILS_EACH][box.bit];
-  return roles.alone ? mine : peer(mine, 1 + box.word / MAILS_EACH);
+  Mail* mine = &shared->mail[box.word % BOXES][box.bit];
+  return roles.alone ? mine : peer(mine, 1 + box.word / BOXES);
 }
 
-// Whether a candidate is worth fetching, as far as is known by now.
-DEVICE bool is_likely(FetchShared* shared, u32 row, float score) {
-  return score >= bits_float(u32(load_from_cluster(reinterpret_cast<i32*>(&shared->bars[row]))));
+// Whether a candidate is worth fetching, as far as is known by now: not once the selection is.
+DEVICE bool is_likely(const ListedArguments& a, u32 row, float score) {
+  const i32 bar = load_shared_value(a.bars + row), kth = load_shared_value(a.kth + row);
+  return score >= bits_float(u32(bar)) && u32(kth) == UNKNOWN;
 }
 
-DEVICE void push(Queue* queue, bool wants, const Candidate& candidate, u32 lane) {
+DEVICE void push(const Queue& queue, bool wants, const Candidate& candidate, u32 epoch, u32 lane) {
   const u32 wanting = __ballot_sync(ALL_LANES, wants);
   if (wanting == 0) return;
   u32 first = 0;
-  if (lane == 0) first = atomicAdd(&queue->tail, u32(__popc(wanting)));
+  if (lane == 0) first = atomicAdd(queue.tail, u32(__popc(wanting)));
   first = __shfl_sync(ALL_LANES, first, 0);
   const u32 at = first + __popc(wanting & ((1u << lane) - 1));
-  if (!wants || at >= QUEUE_ENTRIES) return;
-  Listed* entry = &queue->entries[at];
-  entry->host_slot = candidate.host_slot;
-  entry->score = candidate.score;
-  entry->row = candidate.row;
-  store_to_block(&entry->epoch, 1);
+  if (wants && at < QUEUE_ENTRIES)
+    store_whole(queue.entries + at, {u32(candidate.host_slot), float_bits(candidate.score),
+                                     candidate.row, epoch});
 }
 
 // The next few candidates, one a lane; `none` where there are none.
-DEVICE Candidate pop(Queue* queue, bool* none, u32 lane) {
+DEVICE Candidate pop(const Queue& queue, u32 epoch, bool* none, u32 lane) {
   u32 first = 0, count = 0;
   if (lane == 0) {
-    for (u32 head = load_from_block(&queue->head);;) {
-      const u32 tail = smaller(load_from_block(&queue->tail), QUEUE_ENTRIES);
+    for (u32 head = atomicAdd(queue.head, 0u);;) {
+      const u32 tail = smaller(atomicAdd(queue.tail, 0u), QUEUE_ENTRIES);
       first = head;
       count = smaller(tail - head, WARP);
       if (count == 0) break;
-      const u32 now = u32(atomicCAS(reinterpret_cast<i32*>(&queue->head), i32(head),
-                                    i32(head + count)));
+      const u32 now =
+          u32(atomicCAS(reinterpret_cast<i32*>(queue.head), i32(head), i32(head + count)));
       if (now == head) break;
       head = now;
     }
@@ -160,14 +159,12 @@ DEVICE Candidate pop(Queue* queue, bool* none, u32 lane) {
   first = __shfl_sync(ALL_LANES, first, 0);
   count = __shfl_sync(ALL_LANES, count, 0);
   *none = count == 0;
-  Candidate candidate = {lane < count, NONE, 0, 0};
-  if (lane < count) {
-    const Listed* entry = &queue->entries[first + lane];
-    while (load_from_block(&entry->epoch) == 0) {
-    }
-    candidate = {true, entry->host_slot, entry->score, entry->row};
-  }
-  return candidate;
+  if (lane >= count) return {false, NONE, 0, 0};
+  Words entry;
+  do {
+    entry = load_whole(queue.entries + first + lane);
+  } while (entry.w != epoch);
+  return {true, i32(entry.x), bits_float(entry.y), entry.z};
 }
 
 // Fetch the lanes' candidates, as movers become idle, as far as budgets go and while they are likely.
@@ -175,25 +172,23 @@ DEVICE void post(const ListedArguments& a, FetchShared* shared, const Roles& rol
                  const Candidate& candidate, i32 floor, Fetched* fetched, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
   const Layer& layer = to.layer;
-  const bool waits = candidate.valid && is_likely(shared, candidate.row, candidate.score);
+  const u32 row = candidate.row;
+  const bool waits = candidate.valid && is_likely(a, row, candidate.score);
   for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
     const Box box = take_boxes(shared, roles, left, lane);
     const u32 asking = __ballot_sync(ALL_LANES, box.taken);
     left &= ~asking;
     if (asking != 0) {
-      const u32 place = ask_budget(to, a.contexts, candidate.row, box.taken, lane);
-      const bool granted = place < to.most;
-      const u32 at = candidate.row * to.most + place;
-      if (granted) to.scores[at] = candidate.score;
-      for (u32 refused = __ballot_sync(ALL_LANES, box.taken && !granted); refused != 0;) {
-        const u32 row = __shfl_sync(ALL_LANES, candidate.row, __ffs(refused) - 1);
-        const u32 same = __ballot_sync(ALL_LANES, candidate.row == row);
-        left &= ~same;  // it has no budget left
-        refused &= ~same;
+      u32 place = 0;
+      bool granted = false;
+      if (box.taken) {
+        place = u32(atomicAdd(to.counts + row, 1));
+        granted = place < shared->budgets[row];
+        if (!granted) atomicAdd(to.counts + row, -1);
       }
       const bool mine = granted && claim(layer, candidate.host_slot);
       Mail* mail = mail_of(shared, roles, box);
-      if (mine) store_to_cluster(&mail->host_slot, candidate.host_slot);
+      if (mine) swap_in_cluster(&mail->host_slot, u32(candidate.host_slot));
       if (box.taken && !mine) or_in_cluster(&shared->idle[box.word], 1u << box.bit);
       const u32 claims = __ballot_sync(ALL_LANES, mine);
       u32 first = 0;
@@ -204,16 +199,17 @@ DEVICE void post(const ListedArguments& a, FetchShared* shared, const Roles& rol
       if (mine) {
         victim = name_victim(layer, first + __popc(claims & ((1u << lane) - 1)));
         settled = settle(layer, &victim, candidate.host_slot, floor, floor);
-        store_to_cluster(&mail->device_slot, victim.slot);
-        if (settled) to.host_slots[at] = candidate.host_slot;
+        swap_in_cluster(&mail->device_slot, u32(victim.slot));
+        if (settled) to.host_slots[row * to.most + place] = candidate.host_slot;
       }
+      if (granted) to.scores[row * to.most + place] = candidate.score;
       fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
       fetched->rows += __popc(__ballot_sync(ALL_LANES, settled));
     } else {
       pause_briefly();
     }
     const bool still = left >> lane & 1;
-    left &= __ballot_sync(ALL_LANES, still && is_likely(shared, candidate.row, candidate.score));
+    left = __ballot_sync(ALL_LANES, still && is_likely(a, row, candidate.score));
   }
 }
 
@@ -223,89 +219,49 @@ DEVICE void note_score(const ListedArguments& a, FetchShared* shared, u32 row, f
   atomicAdd(a.sketch + row * SKETCH_BINS + smaller(bin, SKETCH_BINS - 1), 1u);
 }
 
-// The lists of a thread that scans, and how far it has read them.
-struct Reading {
-  const Listed* lists[MOST_LISTS];
-  u64 places;  // sixteen bits each
-  u32 over;    // one bit each
-};
-
-DEVICE Reading begin_reading(const ListedArguments& a, u32 first, u32 step, u32 lists) {
-  Reading reading = {{}, 0, 0};
-#pragma unroll
-  for (u32 i = 0; i < MOST_LISTS; i++) {
-    const u32 number = first + i * step;
-    reading.lists[i] = a.lists + u64(number) * LIST;
-    if (i >= lists || number >= a.num_lists) reading.over |= 1u << i;
-  }
-  return reading;
-}
-
-// The next few entries of one of them that are there: candidates, in order.
-DEVICE void read_entries(Reading* reading, u32 which, u32 epoch, Candidate* candidates) {
-  Words entries[ENTRIES_AT_ONCE];
-  const Listed* list = reading->lists[0];
-#pragma unroll
-  for (u32 i = 1; i < MOST_LISTS; i++)
-    if (which == i) list = reading->lists[i];
-  u32 place = u32(reading->places >> 16 * which) & 0xffffu;
-  const u32 first = place;
-  bool over = reading->over >> which & 1;
-#pragma unroll
-  for (u32 i = 0; i < ENTRIES_AT_ONCE; i++) {
-    entries[i] = {0, 0, 0, epoch + 1};
-    if (!over && place + i < LIST) entries[i] = load_whole(list + place + i);
-  }
-  bool next = !over;  // entries may be seen in another order than they came in
-#pragma unroll
-  for (u32 i = 0; i < ENTRIES_AT_ONCE; i++) {
-    const bool seen = next && entries[i].w == epoch;
-    const bool found = seen && i32(entries[i].x) != END;
-    over = over || seen != found;
-    next = found;
-    place += found;
-    candidates[i] = {found, i32(entries[i].x), bits_float(entries[i].y), found ? entries[i].z : 0};
-  }
-  over = over || place >= LIST;
-  reading->places += u64(place - first) << 16 * which;
-  reading->over |= u32(over) << which;
-}
-
-// A thread that scans: it reads some lists in turn, a few entries at once.
-DEVICE void scan(const ListedArguments& a, FetchShared* shared, u32 first, u32 step, u32 lane) {
+// A warp that scans: it reads some lists in turn, as far as they are written.
+DEVICE void scan(const ListedArguments& a, FetchShared* shared, u32 cluster, u32 first, u32 step,
+                 u32 lane) {
   const u32 epoch = *a.epoch, lists = smaller(ceil_div(a.num_lists, step), MOST_LISTS);
-  Reading reading = begin_reading(a, first, step, lists);
+  const Queue likely = queue_of(a, shared, cluster, 0), unlikely = queue_of(a, shared, cluster, 1);
+  u32 places[MOST_LISTS] = {};
+  u32 over = 0;
+  for (u32 i = 0; i < MOST_LISTS; i++)
+    if (i >= lists || first + i * step >= a.num_lists) over |= 1u << i;
   u64 since = nanoseconds();
-  for (u32 which = 0;; which = which + 1 == lists ? 0 : which + 1) {
-    Candidate candidates[ENTRIES_AT_ONCE];
-    read_entries(&reading, which, epoch, candidates);
-    if (__any_sync(ALL_LANES, candidates[0].valid)) {
-      i32 where[ENTRIES_AT_ONCE];
+  for (bool late = false; over != (1u << MOST_LISTS) - 1 && !late;) {
+    bool any = false;
 #pragma unroll
-      for (u32 i = 0; i < ENTRIES_AT_ONCE; i++) {
-        where[i] = 0;
-        if (candidates[i].valid)
-          where[i] =
-              load_shared_value(a.prefetch.layer.host_to_device + candidates[i].host_slot);
+    for (u32 i = 0; i < MOST_LISTS; i++) {
+      if (over >> i & 1) continue;
+      const u32 at = places[i] + lane;
+      Words entry = {0, 0, 0, epoch + 1};
+      if (at < LIST) entry = load_whole(a.lists + u64(first + i * step) * LIST + at);
+      // Entries may be seen in another order than they are in: as far as there is no gap.
+      const u32 seen = __ballot_sync(ALL_LANES, entry.w == epoch);
+      const u32 count = seen == ALL_LANES ? WARP : u32(__ffs(~seen)) - 1;
+      if (count == 0) continue;
+      any = true;
+      const bool end = lane < count && i32(entry.x) == END;
+      const bool found = lane < count && !end;
+      places[i] += count;
+      if (__any_sync(ALL_LANES, end) || places[i] >= LIST) over |= 1u << i;
+      const Candidate one = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
+      bool absent = false, good = false;
+      if (found) {
+        absent = load_shared_value(a.prefetch.layer.host_to_device + one.host_slot) < 0;
+        good = is_likely(a, one.row, one.score);
+        note_score(a, shared, one.row, one.score);
       }
-#pragma unroll
-      for (u32 i = 0; i < ENTRIES_AT_ONCE; i++) {
-        const Candidate& one = candidates[i];
-        if (one.valid) note_score(a, shared, one.row, one.score);
-        const bool absent = one.valid && where[i] < 0;
-        const bool likely = absent && is_likely(shared, one.row, one.score);
-        push(&shared->likely, likely, one, lane);
-        push(&shared->unlikely, absent && !likely, one, lane);
-      }
-      since = nanoseconds();
-      continue;
+      push(likely, absent && good, one, epoch, lane);
+      push(unlikely, absent && !good, one, epoch, lane);
     }
-    const bool over = reading.over == (1u << MOST_LISTS) - 1;
-    if (__all_sync(ALL_LANES, over || nanoseconds() - since > PATIENCE)) break;
-    pause_briefly();
+    if (any) since = nanoseconds();
+    late = __all_sync(ALL_LANES, nanoseconds() - since > PATIENCE);
+    if (!any) pause_briefly();
   }
   warp_sync();
-  if (lane == 0) subtract_in_cluster(&shared->scanning, 1);
+  if (lane == 0) finish_in_cluster(&shared->scanning);
 }
 
 // The score that a row's k-th will have if the rest of the row is like what is scored of it.
@@ -342,114 +298,97 @@ DEVICE void judge_row(const ListedArguments& a, FetchShared* shared, u32 row, u3
     store_shared_value(a.bars + row, i32(order_bits(shared->lows[row] + offset)));
 }
 
-DEVICE bool any_posts(FetchShared* shared, u32 lane) {
-  return __shfl_sync(ALL_LANES, lane == 0 ? load_from_block(&shared->posting) : 0, 0) != 0;
+// How many warps of the block still do something, for whoever waits for them.
+DEVICE u32 how_many(u32* counter, u32 lane) {
+  return __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(counter, 0u) : 0u, 0);
 }
 
 DEVICE void judge(const ListedArguments& a, FetchShared* shared, u32 first, u32 step, u32 lane) {
   const u32 rows = smaller(a.contexts.rows, MOST_ROWS);
-  while (any_posts(shared, lane)) {
+  while (how_many(&shared->posting, lane) != 0) {
     for (u32 row = first; row < rows; row += step) judge_row(a, shared, row, lane);
     pause_briefly();
   }
 }
 
-// Keep the block's bars up to date.
-DEVICE void watch(const ListedArguments& a, FetchShared* shared, u32 lane) {
-  const u32 rows = smaller(a.contexts.rows, MOST_ROWS);
-  while (any_posts(shared, lane)) {
-#pragma unroll
-    for (u32 i = 0; i < WATCHED_A_LANE; i++) {
-      const u32 row = i * WARP + lane;
-      if (row >= rows) continue;
-      const i32 bar = load_shared_value(a.bars + row);
-      const bool open = u32(load_shared_value(a.kth + row)) == UNKNOWN;
-      store_to_cluster(reinterpret_cast<i32*>(&shared->bars[row]), open ? bar : i32(0x7f800000));
-    }
-    pause_briefly();
-  }
-}
-
-DEVICE void post_all(const ListedArguments& a, FetchShared* shared, const Roles& roles, u32 lane) {
+DEVICE void post_all(const ListedArguments& a, FetchShared* shared, const Roles& roles,
+                     u32 cluster, u32 lane) {
   const i32 floor = *a.prefetch.layer.floor;
+  const u32 epoch = *a.epoch;
+  const Queue likely = queue_of(a, shared, cluster, 0), unlikely = queue_of(a, shared, cluster, 1);
   Fetched fetched = {0, 0};
   for (;;) {
-    const bool last =
-        __shfl_sync(ALL_LANES, lane == 0 ? load_from_block(&shared->scanning) : 0, 0) == 0;
+    const bool last = how_many(&shared->scanning, lane) == 0;
     bool none;
-    Candidate candidate = pop(&shared->likely, &none, lane);
+    Candidate candidate = pop(likely, epoch, &none, lane);
     if (none && !last) {
       pause_briefly();
       continue;
     }
-    if (none) candidate = pop(&shared->unlikely, &none, lane);
+    if (none) candidate = pop(unlikely, epoch, &none, lane);
     if (none) break;
     post(a, shared, roles, candidate, floor, &fetched, lane);
   }
   add_fetched(a.prefetch, fetched, lane);
   warp_sync();
-  if (lane != 0 || subtract_in_cluster(&shared->posting, 1) != 1) return;
-  for (u32 block = 0; block <= (roles.words - 1) / MAILS_EACH; block++) {
-    u32* closed = roles.alone ? &shared->closed : peer(&shared->closed, 1 + block);
-    store_to_cluster(reinterpret_cast<i32*>(closed), 1);
+  if (lane != 0 || finish_in_cluster(&shared->posting) != 1) return;
+  for (u32 block = 0; block <= (roles.words - 1) / BOXES; block++) {
+    store_to_cluster(roles.alone ? &shared->closed : peer(&shared->closed, 1 + block), 1);
   }
 }
 
-DEVICE i32 read_mail(const i32* field, u32 lane) {
-  return __shfl_sync(ALL_LANES, lane == 0 ? load_from_cluster(field) : 0, 0);
+// What a field says, which then says nothing any more.
+DEVICE i32 take_mail(u32* field, i32 nothing, u32 lane) {
+  const u32 value = lane == 0 ? swap_in_cluster(field, u32(nothing)) : 0;
+  return i32(__shfl_sync(ALL_LANES, value, 0));
 }
 
-// A warp that moves: one row of each box at a time.
-DEVICE void move_mail(const ListedArguments& a, FetchShared* shared, const Roles& roles,
-                      u32 block, u32 warp, u32 lane) {
+// Move the row that a box asks for; whether it does.
+DEVICE bool move_one(const ListedArguments& a, FetchShared* shared, const Roles& roles, u32 block,
+                     u32 number, u32 warp, u32 lane) {
   const Layer& layer = a.prefetch.layer;
   const u32 row_bytes = layer.row_bytes;
+  Mail* mail = &shared->mail[number][warp];
+  const i32 host_slot = take_mail(&mail->host_slot, NONE, lane);
+  if (host_slot < 0) return false;
+  const u8* from = host_row(layer, host_slot);
+  const RowPart part = load_part(from, row_bytes, lane);
+  i32 slot;
+  do {
+    slot = take_mail(&mail->device_slot, UNSETTLED, lane);
+  } while (slot == UNSETTLED);
+  if (slot >= 0) {
+    u8* to = device_row(layer, slot);
+    store_part(to, part, row_bytes, lane);
+    for (u32 at = PART_BYTES; at < row_bytes; at += PART_BYTES)
+      store_part(to + at, load_part(from + at, row_bytes - at, lane), row_bytes - at, lane);
+  }
+  if (lane == 0) {  // the row has come: what is stored has been in registers
+    u32* idle = &shared->idle[(block == 0 ? 0 : block - 1) * BOXES + number];
+    or_in_cluster(roles.alone ? idle : peer(idle, 0), 1u << warp);
+  }
+  return true;
+}
+
+// A warp that moves: a row of each box in turn.
+DEVICE void move_mail(const ListedArguments& a, FetchShared* shared, const Roles& roles,
+                      u32 block, u32 warp, u32 lane) {
   for (;;) {
-    RowPart parts[MAILS_EACH];
-    i32 host_slots[MAILS_EACH];
-    bool any = false;
-    const i32 closed = read_mail(reinterpret_cast<i32*>(&shared->closed), lane);
-#pragma unroll
-    for (u32 i = 0; i < MAILS_EACH; i++) {
-      host_slots[i] = read_mail(&shared->mail[i][warp].host_slot, lane);
-      if (host_slots[i] < 0) continue;
-      any = true;
-      parts[i] = load_part(host_row(layer, host_slots[i]), row_bytes, lane);
-    }
-    if (!any && closed) break;
-#pragma unroll
-    for (u32 i = 0; i < MAILS_EACH; i++) {
-      if (host_slots[i] < 0) continue;
-      Mail* mail = &shared->mail[i][warp];
-      i32 slot;
-      do {
-        slot = read_mail(&mail->device_slot, lane);
-      } while (slot == UNSETTLED);
-      if (lane == 0) {  // the row is here, in registers: the next may come
-        mail->host_slot = NONE;
-        mail->device_slot = UNSETTLED;
-        u32* idle = &shared->idle[(block == 0 ? 0 : block - 1) * MAILS_EACH + i];
-        or_in_cluster(roles.alone ? idle : peer(idle, 0), 1u << warp);
-      }
-      if (slot < 0) continue;
-      u8* to = device_row(layer, slot);
-      const u8* from = host_row(layer, host_slots[i]);
-      store_part(to, parts[i], row_bytes, lane);
-      for (u32 at = PART_BYTES; at < row_bytes; at += PART_BYTES)
-        store_part(to + at, load_part(from + at, row_bytes - at, lane), row_bytes - at, lane);
-    }
+    bool any = false, closed = how_many(&shared->closed, lane) != 0;
+    if (closed) closed = __shfl_sync(ALL_LANES, load_from_cluster(&shared->closed), 0) != 0;
+    for (u32 number = 0; number < BOXES; number++)
+      any = move_one(a, shared, roles, block, number, warp, lane) || any;
+    if (closed && !any) break;
   }
 }
 
+// Before anybody finds anything.
 DEVICE void begin_finding(const ListedArguments& a, FetchShared* shared, u32 thread) {
-  if (thread == 0)
-    shared->likely.tail = shared->likely.head = shared->unlikely.tail = shared->unlikely.head = 0;
-  for (u32 at = thread; at < QUEUE_ENTRIES; at += LISTED_THREADS)
-    shared->likely.entries[at].epoch = shared->unlikely.entries[at].epoch = 0;
   for (u32 row = thread; row < smaller(a.contexts.rows, MOST_ROWS); row += LISTED_THREADS) {
     const float threshold = threshold_of(a.prefetch.request_slots, a.prefetch.thresholds, row);
     shared->lows[row] = order_key(float_bits(lowered(threshold, a.margin)));
-    shared->bars[row] = threshold;
+    const bool takes_part = a.prefetch.request_slots[row] >= 0;
+    shared->budgets[row] = takes_part ? budget_of(a.prefetch, a.contexts, row) : 0;
   }
 }
 
@@ -459,9 +398,10 @@ DEVICE void fetch_list(const ListedArguments& a, u32 cluster, u32 clusters, u32 
   const Roles roles = roles_of_cluster();
   const u32 lane = thread % WARP, warp = thread / WARP, block = cluster_rank();
   if (thread < LISTED_WARPS)
-    for (u32 i = 0; i < MAILS_EACH; i++) shared->mail[i][thread] = {NONE, UNSETTLED};
-  if (thread < MOST_MOVING * MAILS_EACH)
+    for (u32 i = 0; i < BOXES; i++) shared->mail[i][thread] = {u32(NONE), u32(UNSETTLED)};
+  if (thread < MOST_MOVING * BOXES)
     shared->idle[thread] = roles.moving == WARP ? ALL_LANES : (1u << roles.moving) - 1;
+  if (thread < 2) shared->tails[thread] = shared->heads[thread] = 0;
   if (thread == 0) {
     shared->scanning = roles.scanning;
     shared->posting = roles.posting;
@@ -471,17 +411,15 @@ DEVICE void fetch_list(const ListedArguments& a, u32 cluster, u32 clusters, u32 
   cluster_arrive();
   cluster_wait();
   block_sync();
-  const u32 judges = roles.scanning + roles.judging, posters = judges + roles.posting;
-  if (block == 0 && warp < roles.scanning)
-    scan(a, shared, thread * clusters + cluster, roles.scanning * WARP * clusters, lane);
-  else if (block == 0 && warp < judges)
-    judge(a, shared, cluster * roles.judging + warp - roles.scanning, clusters * roles.judging, lane);
-  else if (block == 0 && warp < posters)
-    post_all(a, shared, roles, lane);
-  else if (block == 0 && warp < roles.finding)
-    watch(a, shared, lane);
-  else
+  const u32 judges = roles.scanning + roles.judging;
+  if (block != 0 || warp >= roles.finding)
     move_mail(a, shared, roles, block, roles.alone ? warp - roles.finding : warp, lane);
+  else if (warp < roles.scanning)
+    scan(a, shared, cluster, warp * clusters + cluster, roles.scanning * clusters, lane);
+  else if (warp < judges)
+    judge(a, shared, cluster * roles.judging + warp - roles.scanning, clusters * roles.judging, lane);
+  else
+    post_all(a, shared, roles, cluster, lane);
   warp_sync();
   cluster_arrive();  // nobody's shared memory is written to after it has gone
   cluster_wait();

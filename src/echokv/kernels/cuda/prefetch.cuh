@@ -30,9 +30,9 @@
 #include "schedule.cuh"
 
 #ifndef LIST_ENTRIES
-#define LIST_ENTRIES 128
+#define LIST_ENTRIES 2048
 #endif
-constexpr u32 LIST = LIST_ENTRIES;  // of a scoring warp
+constexpr u32 LIST = LIST_ENTRIES;  // of a scoring block
 constexpr i32 END = -3;  // instead of a host slot: nothing will follow
 constexpr u32 UNKNOWN = 0x7fc0dead;  // a k-th score that isn't there yet; no score is this NaN
 constexpr u64 PATIENCE = 1000000;    // nanoseconds
@@ -206,19 +206,26 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   copy_rows(layer, part, host_slot, victim.slot, claims, lane);
 }
 
-// List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
-DEVICE void list_candidates(Listed* list, u32* count, bool candidate, i32 host_slot, float score,
-                            u32 row, u32 epoch, u32 lane) {
+// A scoring block's list while it is written.
+struct Listing {
+  u32 count;  // entries
+  u32 ended;  // warps that will add none
+};
+
+// List the lanes' candidates; all of a scoring warp.
+DEVICE void list_candidates(Listed* list, Listing* listing, bool candidate, i32 host_slot,
+                            float score, u32 row, u32 epoch, u32 lane) {
   const u32 chosen = __ballot_sync(ALL_LANES, candidate);
   if (chosen == 0) return;
-  const u32 before = *count, at = before + __popc(chosen & ((1u << lane) - 1));
-  warp_sync();
-  if (lane == 0) *count = before + __popc(chosen);
-  warp_sync();
+  u32 first = 0;
+  if (lane == 0) first = atomicAdd(&listing->count, u32(__popc(chosen)));
+  const u32 at = __shfl_sync(ALL_LANES, first, 0) + __popc(chosen & ((1u << lane) - 1));
   if (candidate && at < LIST) store_whole(list + at, {u32(host_slot), float_bits(score), row, epoch});
 }
 
-// After a warp's last candidate.
-DEVICE void end_list(Listed* list, u32 count, u32 epoch, u32 lane) {
-  if (lane == 0 && count < LIST) store_whole(list + count, {u32(END), 0, 0, epoch});
+// After a warp's last candidate; `warps` score.
+DEVICE void end_list(Listed* list, Listing* listing, u32 warps, u32 epoch, u32 lane) {
+  if (lane != 0 || atomicAdd(&listing->ended, 1u) + 1 != warps) return;
+  const u32 count = atomicAdd(&listing->count, 0u);
+  if (count < LIST) store_whole(list + count, {u32(END), 0, 0, epoch});
 }
