@@ -129,6 +129,14 @@ DEVICE bool is_likely(const ListedArguments& a, u32 row, float score) {
   return score >= bits_float(u32(bar)) && u32(kth) == UNKNOWN;
 }
 
+// Whether any row's selection isn't known yet.
+DEVICE bool any_open(const ListedArguments& a, u32 lane) {
+  bool open = false;
+  for (u32 row = lane; row < smaller(a.contexts.rows, MOST_ROWS); row += WARP)
+    open = open || u32(load_shared_value(a.kth + row)) == UNKNOWN;
+  return __any_sync(ALL_LANES, open);
+}
+
 DEVICE void push(const Queue& queue, bool wants, const Candidate& candidate, u32 epoch, u32 lane) {
   const u32 wanting = __ballot_sync(ALL_LANES, wants);
   if (wanting == 0) return;
@@ -257,7 +265,7 @@ DEVICE void scan(const ListedArguments& a, FetchShared* shared, u32 cluster, u32
       push(unlikely, absent && !good, one, epoch, lane);
     }
     if (any) since = nanoseconds();
-    late = __all_sync(ALL_LANES, nanoseconds() - since > PATIENCE);
+    late = __all_sync(ALL_LANES, nanoseconds() - since > PATIENCE) || !any_open(a, lane);
     if (!any) pause_briefly();
   }
   warp_sync();
@@ -319,6 +327,7 @@ DEVICE void post_all(const ListedArguments& a, FetchShared* shared, const Roles&
   Fetched fetched = {0, 0};
   for (;;) {
     const bool last = how_many(&shared->scanning, lane) == 0;
+    if (!any_open(a, lane)) break;
     bool none;
     Candidate candidate = pop(likely, epoch, &none, lane);
     if (none && !last) {
