@@ -61,7 +61,7 @@ def _by_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))
 
 
-QUERY_BESIDE_TOKENS = 2
+QUERY_BESIDE_TOKENS = 4
 """Up to so many, a decode step makes its attention queries beside its indexer: the kernels of few
 tokens leave SMs idle. More tokens have rows to recall beside these products."""
 
