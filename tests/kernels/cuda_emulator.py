@@ -86,7 +86,7 @@ class PrefetchRun(Arguments):
             (name, ctypes.c_void_p)
             for name in ("block_tables", "request_rows", "scores", "shares", "kth", "lists")
         ),
-        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "known", "clusters", "scoring_blocks", "pad")),
+        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "known", "groups", "scoring_blocks", "pad")),
         ("listed", fetch_listed.ListedArguments),
     )
 
@@ -261,8 +261,8 @@ class Emulator:
         known: bool = False,
         tick: int = 0,
         topk: int = 2**20,
-        clusters: int = 2,
-        cluster: int = 2,
+        groups: int = 2,
+        group: int = 2,
     ) -> Tensor:
         """What `index_scores_prefetch` does once there are scores; each block's share of the pages.
 
@@ -280,7 +280,8 @@ class Emulator:
         entries = torch.randint(0, 99, (blocks, LIST_ENTRIES, 4), dtype=torch.int32)
         lists = CandidateLists(
             entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32),
-            queues=torch.randint(0, 99, (clusters, 2, QUEUE_ENTRIES, 4), dtype=torch.int32),
+            queues=torch.randint(0, 99, (groups, 2, QUEUE_ENTRIES, 4), dtype=torch.int32),
+            boxes=torch.randint(0, 99, (groups, fetch_listed.BOX_WORDS), dtype=torch.int32),
             sketch=torch.zeros((rows, 256), dtype=torch.int32),
             scored=torch.zeros(rows, dtype=torch.int32),
             bars=torch.full((rows,), torch.nan),
@@ -294,13 +295,14 @@ class Emulator:
         contexts = fetch_listed.Contexts(pointer(context_lens), rows, width)
         arguments = PrefetchRun(
             pointer(block_tables), pointer(request_rows), pointer(scores), pointer(shares),
-            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, clusters,
+            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, groups,
             blocks, 0,
             fetch_listed.listed_arguments(
-                prefetch, contexts, lists, kth_scores, blocks, topk
+                prefetch, contexts, lists, kth_scores, blocks, topk, group
             ),
         )  # fmt: skip
-        self._library.run_prefetch(cluster, self._next(), tick, ctypes.byref(arguments))
+        movers = LISTED_THREADS // 32 if group > 1 else 1
+        self._library.run_prefetch(movers, self._next(), tick, ctypes.byref(arguments))
         return shares
 
     def inter_prefetch(
@@ -336,7 +338,7 @@ class Emulator:
         nothing = torch.zeros((0, 0, 0, 4), dtype=torch.int32, device=device)
         return CandidateLists(
             entries=nothing, epoch=torch.zeros(1, dtype=torch.int32),
-            queues=nothing, sketch=nothing, scored=nothing, bars=nothing,
+            queues=nothing, boxes=nothing, sketch=nothing, scored=nothing, bars=nothing,
         )  # fmt: skip
 
     def fetches(self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer) -> bool:

@@ -280,22 +280,13 @@ DEVICE void store_to_block(u32* to, u32 value) {
   *to = value;
   emulated::maybe_yield();
 }
-DEVICE u32 swap_in_cluster(u32* at, u32 value) {
+DEVICE u32 swap_relaxed(u32* at, u32 value) {
   emulated::yield();  // waited on
   const u32 before = *at;
   *at = value;
   return before;
 }
-DEVICE void or_in_cluster(u32* at, u32 bits) { atomicOr(at, bits); }
-DEVICE u32 finish_in_cluster(u32* counter) { return atomicAdd(counter, ALL_LANES); }
-DEVICE u32 load_from_cluster(const u32* from) {
-  emulated::yield();  // waited on
-  return *from;
-}
-DEVICE void store_to_cluster(u32* to, u32 value) {
-  *to = value;
-  emulated::maybe_yield();
-}
+DEVICE u32 finish(u32* counter) { return atomicAdd(counter, ALL_LANES); }
 DEVICE void pause_briefly() { emulated::yield(); }
 DEVICE void warp_sync() { emulated::meet(0); }
 DEVICE void pause() { emulated::yield(); }

@@ -27,7 +27,7 @@ struct Arguments {
   u32 blocks;           // a table
   u32 scoring;          // warps
   u32 known;            // whether they say in the end what the k-th scores are
-  u32 clusters;         // that fetch
+  u32 groups;           // that fetch
   u32 scoring_blocks;
   u32 pad;
   ListedArguments listed;
@@ -57,13 +57,12 @@ static void kernel(const Arguments& a) {
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   const PrefetchArguments& prefetch = a.listed.prefetch;
   const Contexts& contexts = a.listed.contexts;
-  const u32 fetching = a.clusters * cluster_size();
+  const u32 fetching = a.groups * a.listed.group;
   if (block_index() < fetching) {
-    fetch_list(a.listed, block_index() / cluster_size(), a.clusters, thread);
+    fetch_list(a.listed, block_index(), fetching, thread);
     return;
   }
   const u32 block = block_index() - fetching;
-  if (block >= a.scoring_blocks) return;
   if (thread == 0) shared->listing = {0, 0}, shared->scored = 0;
   const Share share = share_of(contexts, block, a.scoring_blocks, lane);
   block_sync();
@@ -201,10 +200,10 @@ void run_inter_late(u32 blocks, u32 seed, const InterArguments* a) {
   emulated::launch(blocks, 2 * WARP, 1, 2 * sizeof(WaveNotes), seed,
                    [=] { inter::fetch_late(*a); });
 }
-void run_prefetch(u32 cluster, u32 seed, u32 tick, const prefetching::Arguments* a) {
-  const u32 clusters = a->clusters + ceil_div(a->scoring_blocks, cluster);
+void run_prefetch(u32 movers, u32 seed, u32 tick, const prefetching::Arguments* a) {
   const size_t shared = std::max(sizeof(prefetching::Shared), sizeof(FetchShared));
-  emulated::launch(clusters * cluster, LISTED_THREADS, cluster, shared, seed,
+  empty_boxes(a->listed.boxes, a->groups, movers, 0, 1);
+  emulated::launch(a->groups * a->listed.group + a->scoring_blocks, LISTED_THREADS, 1, shared, seed,
                    [=] { prefetching::kernel(*a); }, tick);
 }
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {

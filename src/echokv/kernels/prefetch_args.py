@@ -69,6 +69,7 @@ class CandidateLists:
     entries: Tensor  # [blocks, entries, 4] int32; see Listed in kernels/cuda/prefetch.cuh
     queues: Tensor  # [clusters, 2, entries, 4] int32, of the same
     epoch: Tensor  # [1] int32, raised before each launch: entries of any other are stale
+    boxes: Tensor  # [groups, words] int32
     sketch: Tensor  # [rows, bins] int32: how many candidates of each row have which scores
     scored: Tensor  # [rows] int32: pages of each that are listed
     bars: Tensor  # [rows] float32: which candidates are worth fetching, as far as is known

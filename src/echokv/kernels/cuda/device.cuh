@@ -68,35 +68,20 @@ DEVICE T* peer(T* mine, u32 rank) {  // the same place in another block's shared
   return reinterpret_cast<T*>(theirs);
 }
 
-// Messages in the shared memory of a cluster's blocks, each a word that says all; and, more slowly,
-// the last word of many: who finds what `finish_in_cluster` has left, or `load_from_cluster` what
-// `store_to_cluster` has, finds all that was done before.
-DEVICE u32 swap_in_cluster(u32* at, u32 value) {
+DEVICE u32 swap_relaxed(u32* at, u32 value) {  // in device memory
   u32 before;
-  asm volatile("atom.relaxed.cluster.exch.b32 %0, [%1], %2;"
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(at), "r"(value)
                : "memory");
   return before;
 }
-DEVICE void or_in_cluster(u32* at, u32 bits) {
-  asm volatile("red.relaxed.cluster.or.b32 [%0], %1;" ::"l"(at), "r"(bits) : "memory");
-}
-DEVICE u32 finish_in_cluster(u32* counter) {  // one less; how many there were
-  u32 before;
-  asm volatile("atom.acq_rel.cluster.add.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(ALL_LANES)
-               : "memory");
+// One less; how many there were. Who gets 1 sees what the others did before.
+DEVICE u32 finish(u32* counter) {
+  __threadfence_block();
+  const u32 before = atomicAdd(counter, ALL_LANES);
+  __threadfence_block();
   return before;
-}
-DEVICE u32 load_from_cluster(const u32* from) {
-  u32 value;
-  asm volatile("ld.acquire.cluster.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-DEVICE void store_to_cluster(u32* to, u32 value) {
-  asm volatile("st.release.cluster.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 DEVICE void pause_briefly() { __nanosleep(40); }
 

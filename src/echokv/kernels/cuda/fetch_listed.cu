@@ -2,6 +2,5 @@
 #include "listed.cuh"
 
 KERNEL(LISTED_THREADS, 1) void fetch_listed(ARGUMENTS ListedArguments a) {
-  const u32 blocks = cluster_size();
-  fetch_list(a, block_index() / blocks, grid_size() / blocks, thread_index());
+  fetch_list(a, block_index(), grid_size(), thread_index());
 }

@@ -27,6 +27,8 @@ SKETCH = (256, 256)
 LIST_ENTRIES = 2048
 """Candidates of a scoring block; it forgets what comes after them."""
 
+BOX_WORDS = 8 + 4 + 8 * 32 * 2
+
 QUEUE_ENTRIES = 4096
 """Of each of a cluster's two."""
 
@@ -34,6 +36,10 @@ QUEUE_ENTRIES = 4096
 MARGIN = 0.125
 CLUSTERS, CLUSTER = 4, 2
 FINDING_WARPS = 16
+
+
+def movers() -> int:
+    return 32 if CLUSTER > 1 else THREADS // 32 - FINDING_WARPS
 
 
 def own_sms() -> int:
@@ -63,12 +69,12 @@ class ListedArguments(Arguments):
         ("contexts", Contexts),
         *(
             (name, ctypes.c_void_p)
-            for name in ("lists", "queues", "epoch", "kth", "scored", "sketch", "bars")
+            for name in ("lists", "queues", "epoch", "kth", "scored", "sketch", "boxes", "bars")
         ),
         ("num_lists", ctypes.c_uint32),
         ("k", ctypes.c_uint32),
         ("margin", ctypes.c_float),
-        ("pad", ctypes.c_uint32),
+        ("group", ctypes.c_uint32),
     )
 
 
@@ -97,18 +103,20 @@ def listed_arguments(
     kth_scores: Tensor,
     num_lists: int,
     topk: int,
+    group: int,
 ) -> ListedArguments:
     """What `fetch_listed` takes."""
     return ListedArguments(
         prefetch, contexts, pointer(lists.entries), pointer(lists.queues), pointer(lists.epoch),
         pointer(kth_scores),
-        pointer(lists.scored), pointer(lists.sketch), pointer(lists.bars), num_lists, topk, MARGIN, 0,
+        pointer(lists.scored), pointer(lists.sketch), pointer(lists.boxes),
+        pointer(lists.bars), num_lists, topk, MARGIN, group,
     )  # fmt: skip
 
 
 def fetch_listed(arguments: ListedArguments, device: torch.device) -> None:
     """Fetch what is listed until all is, or k-th scores are known, on SMs of its own."""
     MODULE.launch(
-        "fetch_listed", arguments, device, blocks=own_sms(), cluster=CLUSTER,
+        "fetch_listed", arguments, device, blocks=own_sms(),
         shared_bytes=MAX_SHARED_BYTES, beside=True,
     )  # fmt: skip

@@ -64,8 +64,11 @@ struct QueryArguments {
   u32* sketch;      // [rows, SKETCH_BINS] out: 0
   i32* scored;      // [rows] out: 0
   float* bars;      // [rows] out: the predictions
+  Boxes* boxes;     // [groups] out: empty
   const i32* request_slots;
   const float* thresholds;
+  u32 groups;
+  u32 movers;  // warps of a block that move
 };
 
 struct ScoresArguments {
@@ -118,6 +121,7 @@ DEVICE void clear_candidates(const QueryArguments& a, u32 index, u32 threads) {
   }
   for (u32 at = index; at < smaller(a.rows, MOST_ROWS) * SKETCH_BINS; at += threads)
     a.sketch[at] = 0;
+  empty_boxes(a.boxes, a.groups, a.movers, index, threads);
   for (u64 at = index; at < u64(a.rows) * a.most; at += threads) {
     a.host_slots[at] = NONE;
     a.scores[at] = bits_float(MINUS_INFINITY);

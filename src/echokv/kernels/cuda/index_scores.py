@@ -63,9 +63,10 @@ class QueryArguments(Arguments):
             (name, ctypes.c_void_p)
             for name in (
                 "counts", "host_slots", "scores", "kth", "epoch", "sketch", "scored", "bars",
-                "request_slots", "thresholds",
+                "boxes", "request_slots", "thresholds",
             )
         ),
+        *((name, ctypes.c_uint32) for name in ("groups", "movers")),
     )  # fmt: skip
 
 
@@ -235,7 +236,7 @@ def index_scores_prefetch(
     num_lists = sms - fl.own_sms()
     with fork():
         fetch_listed(
-            listed_arguments(prefetch, contexts, lists, kth_scores, num_lists, topk), device
+            listed_arguments(prefetch, contexts, lists, kth_scores, num_lists, topk, fl.CLUSTER), device
         )
     listing = ListingArguments(
         pointer(request_slots), pointer(thresholds), pointer(lists.entries), pointer(lists.epoch),
@@ -275,7 +276,8 @@ def quantise_query(
         arguments.epoch, arguments.sketch = pointer(lists.epoch), pointer(lists.sketch)
         arguments.scored, arguments.bars = pointer(lists.scored), pointer(lists.bars)
         arguments.request_slots = pointer(request_slots)
-        arguments.thresholds = pointer(thresholds)
+        arguments.thresholds, arguments.boxes = pointer(thresholds), pointer(lists.boxes)
+        arguments.groups, arguments.movers = fl.CLUSTERS, fl.movers()
     MODULE.launch(
         "quantise_query", arguments, query.device, blocks=-(-rows * heads // _WARPS),
         beside=begin is not None,

@@ -10,22 +10,14 @@
 #ifndef LISTED_THREADS
 #define LISTED_THREADS 1024
 #endif
-#ifndef FINDING_WARPS  // of a block that is a cluster of its own
+#ifndef FINDING_WARPS  // of a block that is a group of its own
 #define FINDING_WARPS (LISTED_THREADS / WARP / 2)
 #endif
 #ifndef QUEUE_ENTRIES
 #define QUEUE_ENTRIES 4096
 #endif
 constexpr u32 LISTED_WARPS = LISTED_THREADS / WARP;
-constexpr u32 BOXES = 2;        // of a moving warp: one is being emptied, one may be filled
-constexpr u32 MOST_MOVING = 4;  // blocks of a cluster
 constexpr u32 MOST_LISTS = 4;   // of a warp that scans
-constexpr i32 UNSETTLED = -2;   // a device slot that isn't known yet
-
-struct Mail {
-  u32 host_slot;    // NONE: the box is empty
-  u32 device_slot;  // where it goes; NONE: nowhere
-};
 
 // Candidates in the order in which they come, in device memory; what comes after the last place is
 // forgotten.
@@ -35,12 +27,9 @@ struct Queue {
 };
 
 struct FetchShared {
-  u32 idle[MOST_MOVING * BOXES];  // in the finding block: one bit a box, by block and number
-  u32 scanning, posting;          // in the finding block: warps that still are
-  u32 tails[2], heads[2];         // of its queues
-  u32 closed;                     // in moving blocks: no mail will come
-  u32 pad;
-  Mail mail[BOXES][LISTED_WARPS];
+  u32 scanning, posting;   // warps that still are
+  u32 tails[2], heads[2];  // of the queues
+  u32 pad[2];
   u32 lows[MOST_ROWS];     // keys of the scores from which on candidates are listed
   u32 budgets[MOST_ROWS];  // of each row
 };
@@ -49,28 +38,28 @@ struct ListedArguments {
   PrefetchArguments prefetch;
   Contexts contexts;
   const Listed* lists;  // [num_lists, LIST]
-  Listed* queues;       // [clusters, 2, QUEUE_ENTRIES]
+  Listed* queues;       // [groups, 2, QUEUE_ENTRIES]
   const u32* epoch;     // [1]
   const i32* kth;       // [rows], bits of the true k-th scores; UNKNOWN until they are known
   const i32* scored;    // [rows], pages whose candidates are listed
   u32* sketch;          // [rows, SKETCH_BINS], candidates by score
+  Boxes* boxes;         // [groups]
   i32* bars;            // [rows], bits of the scores that are worth fetching; predictions at first
   u32 num_lists;
   u32 k;
   float margin;         // see lowered()
-  u32 pad;
+  u32 group;            // blocks of one
 };
 
-// Who finds and who moves in a cluster: its first block and the others, or parts of the only one.
+// Who finds and who moves in a group: its first block and the others, or parts of the only one.
 struct Roles {
   u32 scanning, judging, posting, finding;  // warps, in this order; the last is their sum
   u32 moving;  // warps of a block that moves
   u32 words;   // of `idle` in use
-  bool alone;  // a cluster of one block
+  bool alone;  // a group of one block
 };
 
-DEVICE Roles roles_of_cluster() {
-  const u32 blocks = cluster_size();
+DEVICE Roles roles_of(u32 blocks) {
   Roles roles = {};
   roles.alone = blocks == 1;
   roles.finding = roles.alone ? FINDING_WARPS : LISTED_WARPS;
@@ -82,8 +71,8 @@ DEVICE Roles roles_of_cluster() {
   return roles;
 }
 
-DEVICE Queue queue_of(const ListedArguments& a, FetchShared* shared, u32 cluster, u32 which) {
-  return {a.queues + u64(cluster * 2 + which) * QUEUE_ENTRIES, &shared->tails[which],
+DEVICE Queue queue_of(const ListedArguments& a, FetchShared* shared, u32 group, u32 which) {
+  return {a.queues + u64(group * 2 + which) * QUEUE_ENTRIES, &shared->tails[which],
           &shared->heads[which]};
 }
 
@@ -94,14 +83,14 @@ struct Box {
 };
 
 // Boxes for the first of the wanting lanes, as many as are idle.
-DEVICE Box take_boxes(FetchShared* shared, const Roles& roles, u32 wanting, u32 lane) {
+DEVICE Box take_boxes(Boxes* boxes, const Roles& roles, u32 wanting, u32 lane) {
   const u32 wanted = __popc(wanting);
-  u32 mine = lane < roles.words ? swap_in_cluster(&shared->idle[lane], 0) : 0;
+  u32 mine = lane < roles.words ? swap_relaxed(&boxes->idle[lane], 0) : 0;
   u32 total;
   const u32 before = lanes_before(__popc(mine), lane, &total);
   u32 surplus = mine;
   for (u32 i = before; i < wanted && surplus != 0; i++) surplus &= surplus - 1;
-  if (surplus != 0) or_in_cluster(&shared->idle[lane], surplus);
+  if (surplus != 0) atomicOr(&boxes->idle[lane], surplus);
   mine &= ~surplus;
   u32 place = __popc(wanting & ((1u << lane) - 1));  // among the boxes
   Box box = {0, 0, false};
@@ -116,11 +105,6 @@ DEVICE Box take_boxes(FetchShared* shared, const Roles& roles, u32 wanting, u32 
     place -= smaller(place, count);
   }
   return box;
-}
-
-DEVICE Mail* mail_of(FetchShared* shared, const Roles& roles, const Box& box) {
-  Mail* mine = &shared->mail[box.word % BOXES][box.bit];
-  return roles.alone ? mine : peer(mine, 1 + box.word / BOXES);
 }
 
 // Whether a candidate is worth fetching, as far as is known by now: not once the selection is.
@@ -176,14 +160,14 @@ DEVICE Candidate pop(const Queue& queue, u32 epoch, bool* none, u32 lane) {
 }
 
 // Fetch the lanes' candidates, as movers become idle, as far as budgets go and while they are likely.
-DEVICE void post(const ListedArguments& a, FetchShared* shared, const Roles& roles,
-                 const Candidate& candidate, i32 floor, Fetched* fetched, u32 lane) {
+DEVICE void post(const ListedArguments& a, const FetchShared* shared, Boxes* boxes,
+                 const Roles& roles, const Candidate& candidate, i32 floor, Fetched* fetched, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
   const Layer& layer = to.layer;
   const u32 row = candidate.row;
   const bool waits = candidate.valid && is_likely(a, row, candidate.score);
   for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
-    const Box box = take_boxes(shared, roles, left, lane);
+    const Box box = take_boxes(boxes, roles, left, lane);
     const u32 asking = __ballot_sync(ALL_LANES, box.taken);
     left &= ~asking;
     if (asking != 0) {
@@ -195,9 +179,9 @@ DEVICE void post(const ListedArguments& a, FetchShared* shared, const Roles& rol
         if (!granted) atomicAdd(to.counts + row, -1);
       }
       const bool mine = granted && claim(layer, candidate.host_slot);
-      Mail* mail = mail_of(shared, roles, box);
-      if (mine) swap_in_cluster(&mail->host_slot, u32(candidate.host_slot));
-      if (box.taken && !mine) or_in_cluster(&shared->idle[box.word], 1u << box.bit);
+      Mail* mail = &boxes->mail[box.word][box.bit];
+      if (mine) store_shared_value(&mail->host_slot, candidate.host_slot);
+      if (box.taken && !mine) atomicOr(&boxes->idle[box.word], 1u << box.bit);
       const u32 claims = __ballot_sync(ALL_LANES, mine);
       u32 first = 0;
       if (lane == 0 && claims != 0) first = take_names(layer, __popc(claims));
@@ -207,7 +191,7 @@ DEVICE void post(const ListedArguments& a, FetchShared* shared, const Roles& rol
       if (mine) {
         victim = name_victim(layer, first + __popc(claims & ((1u << lane) - 1)));
         settled = settle(layer, &victim, candidate.host_slot, floor, floor);
-        swap_in_cluster(&mail->device_slot, u32(victim.slot));
+        store_shared_value(&mail->device_slot, victim.slot);
         if (settled) to.host_slots[row * to.most + place] = candidate.host_slot;
       }
       if (granted) to.scores[row * to.most + place] = candidate.score;
@@ -228,10 +212,10 @@ DEVICE void note_score(const ListedArguments& a, FetchShared* shared, u32 row, f
 }
 
 // A warp that scans: it reads some lists in turn, as far as they are written.
-DEVICE void scan(const ListedArguments& a, FetchShared* shared, u32 cluster, u32 first, u32 step,
+DEVICE void scan(const ListedArguments& a, FetchShared* shared, u32 group, u32 first, u32 step,
                  u32 lane) {
   const u32 epoch = *a.epoch, lists = smaller(ceil_div(a.num_lists, step), MOST_LISTS);
-  const Queue likely = queue_of(a, shared, cluster, 0), unlikely = queue_of(a, shared, cluster, 1);
+  const Queue likely = queue_of(a, shared, group, 0), unlikely = queue_of(a, shared, group, 1);
   u32 places[MOST_LISTS] = {};
   u32 over = 0;
   for (u32 i = 0; i < MOST_LISTS; i++)
@@ -269,7 +253,7 @@ DEVICE void scan(const ListedArguments& a, FetchShared* shared, u32 cluster, u32
     if (!any) pause_briefly();
   }
   warp_sync();
-  if (lane == 0) finish_in_cluster(&shared->scanning);
+  if (lane == 0) finish(&shared->scanning);
 }
 
 // The score that a row's k-th will have if the rest of the row is like what is scored of it.
@@ -319,11 +303,11 @@ DEVICE void judge(const ListedArguments& a, FetchShared* shared, u32 first, u32 
   }
 }
 
-DEVICE void post_all(const ListedArguments& a, FetchShared* shared, const Roles& roles,
-                     u32 cluster, u32 lane) {
+DEVICE void post_all(const ListedArguments& a, FetchShared* shared, Boxes* boxes,
+                     const Roles& roles, u32 group, u32 lane) {
   const i32 floor = *a.prefetch.layer.floor;
   const u32 epoch = *a.epoch;
-  const Queue likely = queue_of(a, shared, cluster, 0), unlikely = queue_of(a, shared, cluster, 1);
+  const Queue likely = queue_of(a, shared, group, 0), unlikely = queue_of(a, shared, group, 1);
   Fetched fetched = {0, 0};
   for (;;) {
     const bool last = how_many(&shared->scanning, lane) == 0;
@@ -336,28 +320,27 @@ DEVICE void post_all(const ListedArguments& a, FetchShared* shared, const Roles&
     }
     if (none) candidate = pop(unlikely, epoch, &none, lane);
     if (none) break;
-    post(a, shared, roles, candidate, floor, &fetched, lane);
+    post(a, shared, boxes, roles, candidate, floor, &fetched, lane);
   }
   add_fetched(a.prefetch, fetched, lane);
   warp_sync();
-  if (lane != 0 || finish_in_cluster(&shared->posting) != 1) return;
-  for (u32 block = 0; block <= (roles.words - 1) / BOXES; block++) {
-    store_to_cluster(roles.alone ? &shared->closed : peer(&shared->closed, 1 + block), 1);
+  if (lane == 0 && finish(&shared->posting) == 1) {
+    device_fence();
+    store_shared_value(reinterpret_cast<i32*>(&boxes->closed), 1);
   }
 }
 
 // What a field says, which then says nothing any more.
-DEVICE i32 take_mail(u32* field, i32 nothing, u32 lane) {
-  const u32 value = lane == 0 ? swap_in_cluster(field, u32(nothing)) : 0;
-  return i32(__shfl_sync(ALL_LANES, value, 0));
+DEVICE i32 take_mail(i32* field, i32 nothing, u32 lane) {
+  const i32 value =
+      lane == 0 ? i32(swap_relaxed(reinterpret_cast<u32*>(field), u32(nothing))) : 0;
+  return __shfl_sync(ALL_LANES, value, 0);
 }
 
 // Move the row that a box asks for; whether it does.
-DEVICE bool move_one(const ListedArguments& a, FetchShared* shared, const Roles& roles, u32 block,
-                     u32 number, u32 warp, u32 lane) {
-  const Layer& layer = a.prefetch.layer;
+DEVICE bool move_one(const Layer& layer, Boxes* boxes, u32 word, u32 warp, u32 lane) {
   const u32 row_bytes = layer.row_bytes;
-  Mail* mail = &shared->mail[number][warp];
+  Mail* mail = &boxes->mail[word][warp];
   const i32 host_slot = take_mail(&mail->host_slot, NONE, lane);
   if (host_slot < 0) return false;
   const u8* from = host_row(layer, host_slot);
@@ -372,22 +355,22 @@ DEVICE bool move_one(const ListedArguments& a, FetchShared* shared, const Roles&
     for (u32 at = PART_BYTES; at < row_bytes; at += PART_BYTES)
       store_part(to + at, load_part(from + at, row_bytes - at, lane), row_bytes - at, lane);
   }
-  if (lane == 0) {  // the row has come: what is stored has been in registers
-    u32* idle = &shared->idle[(block == 0 ? 0 : block - 1) * BOXES + number];
-    or_in_cluster(roles.alone ? idle : peer(idle, 0), 1u << warp);
-  }
+  // The row has come: what is stored has been in registers.
+  if (lane == 0) atomicOr(&boxes->idle[word], 1u << warp);
   return true;
 }
 
 // A warp that moves: a row of each box in turn.
-DEVICE void move_mail(const ListedArguments& a, FetchShared* shared, const Roles& roles,
-                      u32 block, u32 warp, u32 lane) {
+DEVICE void move_mail(const Layer& layer, Boxes* boxes, u32 first_word, u32 warp, u32 lane) {
   for (;;) {
-    bool any = false, closed = how_many(&shared->closed, lane) != 0;
-    if (closed) closed = __shfl_sync(ALL_LANES, load_from_cluster(&shared->closed), 0) != 0;
+    const i32 closed =
+        lane == 0 ? load_shared_value(reinterpret_cast<i32*>(&boxes->closed)) : 0;
+    const bool last = __shfl_sync(ALL_LANES, closed, 0) != 0;
+    if (last) device_fence();
+    bool any = false;
     for (u32 number = 0; number < BOXES; number++)
-      any = move_one(a, shared, roles, block, number, warp, lane) || any;
-    if (closed && !any) break;
+      any = move_one(layer, boxes, first_word + number, warp, lane) || any;
+    if (last && !any) break;
   }
 }
 
@@ -401,35 +384,31 @@ DEVICE void begin_finding(const ListedArguments& a, FetchShared* shared, u32 thr
   }
 }
 
-// A thread of a cluster's block.
-DEVICE void fetch_list(const ListedArguments& a, u32 cluster, u32 clusters, u32 thread) {
+// A thread of a group's block.
+DEVICE void fetch_list(const ListedArguments& a, u32 index, u32 blocks, u32 thread) {
+  const Roles roles = roles_of(a.group);
+  const u32 lane = thread % WARP, warp = thread / WARP, groups = blocks / a.group;
+  const u32 group = index / a.group, block = index % a.group;
+  Boxes* boxes = a.boxes + group;
+  if (block != 0) {
+    move_mail(a.prefetch.layer, boxes, (block - 1) * BOXES, warp, lane);
+    return;
+  }
   FetchShared* shared = reinterpret_cast<FetchShared*>(shared_memory());
-  const Roles roles = roles_of_cluster();
-  const u32 lane = thread % WARP, warp = thread / WARP, block = cluster_rank();
-  if (thread < LISTED_WARPS)
-    for (u32 i = 0; i < BOXES; i++) shared->mail[i][thread] = {u32(NONE), u32(UNSETTLED)};
-  if (thread < MOST_MOVING * BOXES)
-    shared->idle[thread] = roles.moving == WARP ? ALL_LANES : (1u << roles.moving) - 1;
   if (thread < 2) shared->tails[thread] = shared->heads[thread] = 0;
   if (thread == 0) {
     shared->scanning = roles.scanning;
     shared->posting = roles.posting;
-    shared->closed = 0;
   }
-  if (block == 0) begin_finding(a, shared, thread);
-  cluster_arrive();
-  cluster_wait();
+  begin_finding(a, shared, thread);
   block_sync();
   const u32 judges = roles.scanning + roles.judging;
-  if (block != 0 || warp >= roles.finding)
-    move_mail(a, shared, roles, block, roles.alone ? warp - roles.finding : warp, lane);
+  if (warp >= roles.finding)
+    move_mail(a.prefetch.layer, boxes, 0, warp - roles.finding, lane);
   else if (warp < roles.scanning)
-    scan(a, shared, cluster, warp * clusters + cluster, roles.scanning * clusters, lane);
+    scan(a, shared, group, warp * groups + group, roles.scanning * groups, lane);
   else if (warp < judges)
-    judge(a, shared, cluster * roles.judging + warp - roles.scanning, clusters * roles.judging, lane);
+    judge(a, shared, group * roles.judging + warp - roles.scanning, groups * roles.judging, lane);
   else
-    post_all(a, shared, roles, cluster, lane);
-  warp_sync();
-  cluster_arrive();  // nobody's shared memory is written to after it has gone
-  cluster_wait();
+    post_all(a, shared, boxes, roles, group, lane);
 }

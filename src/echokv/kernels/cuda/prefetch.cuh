@@ -206,6 +206,35 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   copy_rows(layer, part, host_slot, victim.slot, claims, lane);
 }
 
+constexpr u32 BOXES = 2;        // of a moving warp: one is being emptied, one may be filled
+constexpr u32 MOST_MOVING = 4;  // blocks of a group
+constexpr i32 UNSETTLED = -2;   // a device slot that isn't known yet
+
+struct Mail {
+  i32 host_slot;    // NONE: the box is empty
+  i32 device_slot;  // where it goes; NONE: nowhere
+};
+
+// What a group's blocks say to each other, in device memory: `quantise_query` empties it.
+struct Boxes {
+  u32 idle[MOST_MOVING * BOXES];  // one bit a box, by block and number
+  u32 closed;                     // no mail will come
+  u32 pad[3];
+  Mail mail[MOST_MOVING * BOXES][WARP];
+};
+
+// Empty the boxes of all groups: each has a bit for every moving warp.
+DEVICE void empty_boxes(Boxes* boxes, u32 groups, u32 warps, u32 index, u32 threads) {
+  constexpr u32 EACH = MOST_MOVING * BOXES * WARP;
+  for (u32 at = index; at < groups * EACH; at += threads) {
+    Boxes* mine = boxes + at / EACH;
+    const u32 word = at % EACH / WARP, bit = at % WARP;
+    mine->mail[word][bit] = {NONE, UNSETTLED};
+    if (bit == 0) mine->idle[word] = warps == WARP ? ALL_LANES : (1u << warps) - 1;
+    if (word == 0 && bit == 0) mine->closed = 0;
+  }
+}
+
 // A scoring block's list while it is written.
 struct Listing {
   u32 count;  // entries

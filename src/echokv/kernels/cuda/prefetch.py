@@ -22,6 +22,7 @@ def candidate_lists(device: torch.device) -> CandidateLists:
         entries=torch.zeros(shape, dtype=torch.int32, device=device),
         epoch=torch.zeros(1, dtype=torch.int32, device=device),
         queues=torch.zeros(queues, dtype=torch.int32, device=device),
+        boxes=torch.zeros((16, fetch_listed.BOX_WORDS), dtype=torch.int32, device=device),
         sketch=torch.zeros(fetch_listed.SKETCH, dtype=torch.int32, device=device),
         scored=torch.zeros(fetch_listed.SKETCH[0], dtype=torch.int32, device=device),
         bars=torch.zeros(fetch_listed.SKETCH[0], device=device),
