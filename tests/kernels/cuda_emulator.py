@@ -47,9 +47,8 @@ TOPK_THREADS = 256
 TOPK_HELD = 1
 RECALL_THREADS = 64
 VICTIM_THREADS = 64
-LIST_ENTRIES = 512
-LISTED_THREADS = 160
-QUEUE_ENTRIES = 512
+LIST_ENTRIES = 256
+LISTED_THREADS = 64
 _UNKNOWN = 0x7FC0DEAD  # as in prefetch.cuh: the bits of a k-th score that isn't there yet
 FEW_ENTRIES = 512
 """Of a selection in which a warp has four entries, as in a decode step; in larger ones 32."""
@@ -86,7 +85,8 @@ class PrefetchRun(Arguments):
             (name, ctypes.c_void_p)
             for name in ("block_tables", "request_rows", "scores", "shares", "kth", "lists")
         ),
-        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "known", "groups", "scoring_blocks", "pad")),
+        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "known")),
+        ("margin", ctypes.c_float),
         ("listed", fetch_listed.ListedArguments),
     )
 
@@ -121,7 +121,7 @@ class Emulator:
              "-DECHOKV_EMULATE", f"-DTOPK_THREADS={TOPK_THREADS}",
              f"-DTOPK_HELD={TOPK_HELD}", f"-DLIST_ENTRIES={LIST_ENTRIES}",
              f"-DLISTED_THREADS={LISTED_THREADS}", f"-DRECALL_THREADS={RECALL_THREADS}",
-             f"-DVICTIM_THREADS={VICTIM_THREADS}", "-DFINDING_WARPS=4", f"-DQUEUE_ENTRIES={QUEUE_ENTRIES}",
+             f"-DVICTIM_THREADS={VICTIM_THREADS}",
              f"-I{FOLDER}", f"-I{HERE}", "-shared", "-fPIC",
              str(HERE / "emulated.cc"), "-o", str(library)],
             check=True,
@@ -261,8 +261,6 @@ class Emulator:
         known: bool = False,
         tick: int = 0,
         topk: int = 2**20,
-        groups: int = 2,
-        group: int = 2,
     ) -> Tensor:
         """What `index_scores_prefetch` does once there are scores; each block's share of the pages.
 
@@ -277,32 +275,31 @@ class Emulator:
         kth_scores.view(torch.int32).fill_(_UNKNOWN)
         shares = torch.zeros((blocks, 3), dtype=torch.int32)
         # What another launch left: candidates of any row, of other epochs.
-        entries = torch.randint(0, 99, (blocks, LIST_ENTRIES, 4), dtype=torch.int32)
+        entries = torch.randint(0, 99, (blocks, scoring, LIST_ENTRIES, 4), dtype=torch.int32)
         lists = CandidateLists(
             entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32),
-            queues=torch.randint(0, 99, (groups, 2, QUEUE_ENTRIES, 4), dtype=torch.int32),
-            boxes=torch.randint(0, 99, (groups, fetch_listed.BOX_WORDS), dtype=torch.int32),
             sketch=torch.zeros((rows, 256), dtype=torch.int32),
             scored=torch.zeros(rows, dtype=torch.int32),
             bars=torch.full((rows,), torch.nan),
+            lows=torch.zeros(rows, dtype=torch.int32),
         )  # fmt: skip
         for row, slot in enumerate(request_slots.tolist()):
             if slot >= 0 and float(thresholds[slot]) < torch.inf:
                 lists.bars[row] = thresholds[slot]
+                low = thresholds[slot] - fetch_listed.MARGIN * thresholds[slot].abs()
+                bits = int((low + 0.0).view(torch.int32))
+                lists.lows[row] = ~bits if bits < 0 else bits - 2**31
         prefetch = fetch_listed.prefetch_arguments(
             layer, request_slots, thresholds, limits, found, rows_per_unit, least
         )
         contexts = fetch_listed.Contexts(pointer(context_lens), rows, width)
         arguments = PrefetchRun(
             pointer(block_tables), pointer(request_rows), pointer(scores), pointer(shares),
-            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, groups,
-            blocks, 0,
-            fetch_listed.listed_arguments(
-                prefetch, contexts, lists, kth_scores, blocks, topk, group
-            ),
+            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known,
+            fetch_listed.MARGIN,
+            fetch_listed.listed_arguments(prefetch, contexts, lists, kth_scores, topk),
         )  # fmt: skip
-        movers = LISTED_THREADS // 32 if group > 1 else 1
-        self._library.run_prefetch(movers, self._next(), tick, ctypes.byref(arguments))
+        self._library.run_prefetch(blocks, self._next(), tick, ctypes.byref(arguments))
         return shares
 
     def inter_prefetch(
@@ -338,7 +335,7 @@ class Emulator:
         nothing = torch.zeros((0, 0, 0, 4), dtype=torch.int32, device=device)
         return CandidateLists(
             entries=nothing, epoch=torch.zeros(1, dtype=torch.int32),
-            queues=nothing, boxes=nothing, sketch=nothing, scored=nothing, bars=nothing,
+            sketch=nothing, scored=nothing, bars=nothing, lows=nothing,
         )  # fmt: skip
 
     def fetches(self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer) -> bool:

@@ -280,14 +280,6 @@ DEVICE void store_to_block(u32* to, u32 value) {
   *to = value;
   emulated::maybe_yield();
 }
-DEVICE u32 swap_relaxed(u32* at, u32 value) {
-  emulated::yield();  // waited on
-  const u32 before = *at;
-  *at = value;
-  return before;
-}
-DEVICE u32 finish(u32* counter) { return atomicAdd(counter, ALL_LANES); }
-DEVICE void pause_briefly() { emulated::yield(); }
 DEVICE void warp_sync() { emulated::meet(0); }
 DEVICE void pause() { emulated::yield(); }
 DEVICE u64 nanoseconds() { return emulated::grid->ticks += emulated::grid->tick; }

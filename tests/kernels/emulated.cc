@@ -1,5 +1,4 @@
 // The kernels of kernels/cuda as a shared library for Python: same arguments, one CPU thread.
-#include "listed.cuh"
 #include "prefill_prefetch.cuh"
 #include "append.cuh"
 #include "rows.cuh"
@@ -23,29 +22,27 @@ struct Arguments {
   const float* scores;  // [rows, width]
   u32* shares;          // [blocks, 3] out
   i32* kth;             // [rows], which the fetching warps look at
-  Listed* lists;        // [blocks, LIST]
+  Listed* lists;        // [blocks, scoring, LIST]
   u32 blocks;           // a table
   u32 scoring;          // warps
   u32 known;            // whether they say in the end what the k-th scores are
-  u32 groups;           // that fetch
-  u32 scoring_blocks;
-  u32 pad;
+  float margin;
   ListedArguments listed;
 };
 
+constexpr u32 MOST_SCORING = 8;
 struct Shared {
-  Listing listing;
-  u32 scored;
+  u32 listed[MOST_SCORING], scored;
 };
 
-static void score_page(const Arguments& a, const Run& run, u32 page, Listed* list, Listing* listing,
+static void score_page(const Arguments& a, const Run& run, u32 page, Listed* list, u32* count,
                        float threshold, u32 lane) {
   const i32* table = a.block_tables + u64(a.request_rows[run.row]) * a.blocks;
   for (u32 half = 0; half < PAGE_TOKENS; half += WARP) {
     const u32 position = page * PAGE_TOKENS + half + lane;
     const bool inside = position < run.tokens;
     const float score = inside ? a.scores[u64(run.row) * a.listed.contexts.width + position] : 0;
-    list_candidates(list, listing, inside && score >= threshold,
+    list_candidates(list, count, inside && score >= threshold,
                     table[page] * i32(PAGE_TOKENS) + i32(half + lane), score, run.row,
                     *a.listed.epoch, lane);
   }
@@ -57,30 +54,28 @@ static void kernel(const Arguments& a) {
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   const PrefetchArguments& prefetch = a.listed.prefetch;
   const Contexts& contexts = a.listed.contexts;
-  const u32 fetching = a.groups * a.listed.group;
-  if (block_index() < fetching) {
-    fetch_list(a.listed, block_index(), fetching, thread);
+  if (thread < MOST_SCORING) shared->listed[thread] = 0;
+  if (thread == 0) shared->scored = 0;
+  const Share share = share_of(contexts, block_index(), grid_size(), lane);
+  block_sync();
+  if (warp >= a.scoring) {
+    fetch_list(a.listed, thread - a.scoring * WARP);
     return;
   }
-  const u32 block = block_index() - fetching;
-  if (thread == 0) shared->listing = {0, 0}, shared->scored = 0;
-  const Share share = share_of(contexts, block, a.scoring_blocks, lane);
-  block_sync();
-  if (warp >= a.scoring) return;
   if (thread == 0) {
     const u32 found[3] = {share.row, share.page, share.pages};
-    std::copy(found, found + 3, a.shares + 3 * block);
+    std::copy(found, found + 3, a.shares + 3 * block_index());
   }
-  Listed* list = a.lists + u64(block) * LIST;
+  Listed* list = a.lists + u64(block_index() * a.scoring + warp) * LIST;
   u32 pages = 0;
   for (Run run = first_run(contexts, share); run.pages != 0; next_run(contexts, &run)) {
     const float threshold = lowered(
-        threshold_of(prefetch.request_slots, prefetch.thresholds, run.row), a.listed.margin);
+        threshold_of(prefetch.request_slots, prefetch.thresholds, run.row), a.margin);
     for (u32 page = run.page; page < run.page + run.pages; page++)
       if (pages++ % a.scoring == warp)
-        score_page(a, run, page, list, &shared->listing, threshold, lane);
+        score_page(a, run, page, list, shared->listed + warp, threshold, lane);
   }
-  end_list(list, &shared->listing, a.scoring, *a.listed.epoch, lane);
+  end_list(list, shared->listed[warp], LISTED_THREADS / a.scoring, *a.listed.epoch, lane);
   if (!a.known || lane != 0 || atomicAdd(&shared->scored, 1u) + 1 != a.scoring) return;
   for (u32 row = 0; row < contexts.rows; row++) store_shared_value(a.kth + row, 0);
 }
@@ -200,11 +195,9 @@ void run_inter_late(u32 blocks, u32 seed, const InterArguments* a) {
   emulated::launch(blocks, 2 * WARP, 1, 2 * sizeof(WaveNotes), seed,
                    [=] { inter::fetch_late(*a); });
 }
-void run_prefetch(u32 movers, u32 seed, u32 tick, const prefetching::Arguments* a) {
-  const size_t shared = std::max(sizeof(prefetching::Shared), sizeof(FetchShared));
-  empty_boxes(a->listed.boxes, a->groups, movers, 0, 1);
-  emulated::launch(a->groups * a->listed.group + a->scoring_blocks, LISTED_THREADS, 1, shared, seed,
-                   [=] { prefetching::kernel(*a); }, tick);
+void run_prefetch(u32 blocks, u32 seed, u32 tick, const prefetching::Arguments* a) {
+  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1, sizeof(prefetching::Shared),
+                   seed, [=] { prefetching::kernel(*a); }, tick);
 }
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {
   emulated::launch(blocks, TOPK_THREADS, cluster, shared, seed, [=] { topk(*arguments); });

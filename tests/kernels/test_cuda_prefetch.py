@@ -15,7 +15,6 @@ from tests.kernels.prefetch_model import PrefetchCase, make_case
 from tests.kernels.resident_model import LayerUnderTest
 
 from echokv.cache.manager import CacheManager
-from echokv.kernels.cuda import fetch_listed as fetching
 from echokv.kernels.cuda import fused, prefetch
 from echokv.kernels.cuda import index_scores as scoring
 from echokv.kernels.cuda.fetch_listed import fetch_listed
@@ -35,7 +34,6 @@ pytestmark = [
 CUDA = torch.device("cuda")
 FMT = IndexKeyFormat(name="fp8", head_dim=128)
 FLOOR = 4096
-EVERYTHING = 2**20  # a k that no row has: all that is listed is likely
 
 
 def ints(values: list[int]) -> torch.Tensor:
@@ -77,9 +75,7 @@ class OnGpu:
                 threshold = scores.topk(max(1, int(length * share))).values[-1]
                 self.case.thresholds[self.case.request_slots[row]] = threshold
 
-    def prefetch(
-        self, most: int, rows_per_unit: int, least: int, topk: int = EVERYTHING
-    ) -> set[int]:
+    def prefetch(self, most: int, rows_per_unit: int, least: int) -> set[int]:
         """Make the ready list, prefetch, check. What came in."""
         case, under_test = self.case, self.case.layer
         ready = under_test.choose(fused, FLOOR)
@@ -92,7 +88,7 @@ class OnGpu:
         with patch.object(scoring, "fetch_listed", fetch):
             scores = prefetch.index_scores_prefetch(
                 *self.arguments, *tensors, case.fused_layer(FLOOR), self.lists, found,
-                kth_scores, self.fork, topk=topk, rows_per_unit=rows_per_unit, least=least,
+                kth_scores, self.fork, rows_per_unit=rows_per_unit, least=least,
             )  # fmt: skip
         for how in put_off:
             fetch_listed(*how)
@@ -128,9 +124,8 @@ def test_prefetch(row_bytes: int, heads: int, late: bool) -> None:
         assert on_gpu.prefetch(300, 65536 // 20, 3) or not late  # launches may be far apart
 
 
-def test_everything_is_found_where_nothing_is_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_found_where_nothing_is_in_a_hurry() -> None:
     """Few candidates and ample budgets: all that are absent, once all of them are listed."""
-    monkeypatch.setattr(fetching, "MARGIN", 0.0)
     rng = random.Random(1)
     under_test = LayerUnderTest(layer_in_use(rng, 9000, 64 * 900, 0.3, FLOOR), CUDA, 656)
     on_gpu = OnGpu(make_case(rng, under_test, [20_000, 300, 9_999]), late=True)
@@ -196,7 +191,7 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
         scores = prefetch.index_scores_prefetch(
             *on_gpu.arguments, request_slots, thresholds, limits,
             fused_layer_of(manager, host, totals), on_gpu.lists, found, kth_scores, on_gpu.fork,
-            topk=k, rows_per_unit=0, least=most,
+            rows_per_unit=0, least=most,
         )  # fmt: skip
         positions, _ = prefetch.topk(scores, lens_on_gpu, k, kth_scores)
         wanted = positions_to_host_slots(positions, request_rows, on_gpu.arguments[4])

@@ -69,8 +69,7 @@ def test_prefetch_in_many_orders(emulator: Emulator) -> None:
         prefetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
                  blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 2, 4]),
                  known=rng.choice([False, True]),
-                 tick=rng.choice([0, 0, 10**5, 10**7]), topk=rng.choice([3, 40, 2**20]),
-                 groups=rng.choice([1, 2, 3]), group=rng.choice([1, 2, 3]))  # fmt: skip
+                 tick=rng.choice([0, 0, 10**5, 10**7]), topk=rng.choice([3, 40, 2**20]))  # fmt: skip
 
 
 def test_nothing_is_claimed_once_the_selection_is_known(emulator: Emulator) -> None:

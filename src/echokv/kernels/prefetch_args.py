@@ -66,13 +66,12 @@ class Candidates:
 class CandidateLists:
     """What blocks that score list for those that fetch; launches use them one after the other."""
 
-    entries: Tensor  # [blocks, entries, 4] int32; see Listed in kernels/cuda/prefetch.cuh
-    queues: Tensor  # [clusters, 2, entries, 4] int32, of the same
+    entries: Tensor  # [blocks, lists, entries, 4] int32; see Listed in kernels/cuda/prefetch.cuh
     epoch: Tensor  # [1] int32, raised before each launch: entries of any other are stale
-    boxes: Tensor  # [groups, words] int32
-    sketch: Tensor  # [rows, bins] int32: how many candidates of each row have which scores
-    scored: Tensor  # [rows] int32: pages of each that are listed
-    bars: Tensor  # [rows] float32: which candidates are worth fetching, as far as is known
+    sketch: Tensor
+    scored: Tensor
+    bars: Tensor
+    lows: Tensor
 
 
 def row_budget(

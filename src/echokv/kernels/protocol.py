@@ -177,7 +177,6 @@ class FusedPrefetch(Protocol):
         kth_scores: Tensor,
         fork: Callable[[], AbstractContextManager[None]],
         *,
-        topk: int,
         rows_per_unit: int,
         least: int,
     ) -> Tensor: ...

@@ -68,23 +68,6 @@ DEVICE T* peer(T* mine, u32 rank) {  // the same place in another block's shared
   return reinterpret_cast<T*>(theirs);
 }
 
-DEVICE u32 swap_relaxed(u32* at, u32 value) {  // in device memory
-  u32 before;
-  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(at), "r"(value)
-               : "memory");
-  return before;
-}
-// One less; how many there were. Who gets 1 sees what the others did before.
-DEVICE u32 finish(u32* counter) {
-  __threadfence_block();
-  const u32 before = atomicAdd(counter, ALL_LANES);
-  __threadfence_block();
-  return before;
-}
-DEVICE void pause_briefly() { __nanosleep(40); }
-
 // Loads and stores that other blocks of the same kernel may race with; none goes through L1.
 DEVICE i32 load_shared_value(const i32* from) {
   i32 value;

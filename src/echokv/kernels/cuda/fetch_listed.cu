@@ -1,6 +1,11 @@
 // Fetching what the blocks of `index_scores` list as they make scores, beside them and the top-k.
-#include "listed.cuh"
+//
+// One block an SM, small enough to share it with a block of either: see prefetch.cuh.
+#include "prefetch.cuh"
 
-KERNEL(LISTED_THREADS, 1) void fetch_listed(ARGUMENTS ListedArguments a) {
-  fetch_list(a, block_index(), grid_size(), thread_index());
+constexpr u32 REGISTERS = 72;  // what `index_scores` leaves each of four warps on an SM
+
+KERNEL(LISTED_THREADS, 65536 / (REGISTERS * LISTED_THREADS))
+void fetch_listed(ARGUMENTS ListedArguments a) {
+  fetch_list(a, thread_index());
 }

@@ -6,44 +6,26 @@ both take is here: argument structures and the lists.
 
 import ctypes
 
-import torch
 from torch import Tensor
 
-from echokv.kernels.cuda.launch import MAX_SHARED_BYTES, Arguments, CudaModule, pointer
+from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.cuda.layer import Layer, layer_of
 from echokv.kernels.cuda.schedule import Contexts
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.prefetch_args import CandidateLists, Candidates
 
-THREADS = 1024
+THREADS = 128
 """Of a block."""
+
+MARGIN = 0.1
+LISTS = 16
+"""Lists of a scoring block, one a warp that scores."""
 
 MODULE = CudaModule("fetch_listed", threads=THREADS)
 KERNELS = ("fetch_listed",)
 
-SKETCH = (256, 256)
-"""Rows of a pass that prefetch, and bins of each by score: see prefetch.cuh."""
-
-LIST_ENTRIES = 2048
-"""Candidates of a scoring block; it forgets what comes after them."""
-
-BOX_WORDS = 8 + 4 + 8 * 32 * 2
-
-QUEUE_ENTRIES = 4096
-"""Of each of a cluster's two."""
-
-
-MARGIN = 0.125
-CLUSTERS, CLUSTER = 4, 2
-FINDING_WARPS = 16
-
-
-def movers() -> int:
-    return 32 if CLUSTER > 1 else THREADS // 32 - FINDING_WARPS
-
-
-def own_sms() -> int:
-    return CLUSTERS * CLUSTER
+LIST_ENTRIES = 128
+"""Candidates of a scoring warp; it forgets what comes after them."""
 
 
 class PrefetchArguments(Arguments):
@@ -67,14 +49,9 @@ class ListedArguments(Arguments):
     _fields_ = (
         ("prefetch", PrefetchArguments),
         ("contexts", Contexts),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("lists", "queues", "epoch", "kth", "scored", "sketch", "boxes", "bars")
-        ),
+        *((name, ctypes.c_void_p) for name in ("lists", "epoch", "kth", "scored", "sketch", "bars", "lows")),
         ("num_lists", ctypes.c_uint32),
         ("k", ctypes.c_uint32),
-        ("margin", ctypes.c_float),
-        ("group", ctypes.c_uint32),
     )
 
 
@@ -101,22 +78,16 @@ def listed_arguments(
     contexts: Contexts,
     lists: CandidateLists,
     kth_scores: Tensor,
-    num_lists: int,
     topk: int,
-    group: int,
 ) -> ListedArguments:
     """What `fetch_listed` takes."""
     return ListedArguments(
-        prefetch, contexts, pointer(lists.entries), pointer(lists.queues), pointer(lists.epoch),
-        pointer(kth_scores),
-        pointer(lists.scored), pointer(lists.sketch), pointer(lists.boxes),
-        pointer(lists.bars), num_lists, topk, MARGIN, group,
+        prefetch, contexts, pointer(lists.entries), pointer(lists.epoch), pointer(kth_scores),
+        pointer(lists.scored), pointer(lists.sketch), pointer(lists.bars), pointer(lists.lows), lists.entries.shape[1], topk,
     )  # fmt: skip
 
 
-def fetch_listed(arguments: ListedArguments, device: torch.device) -> None:
-    """Fetch what is listed until all is, or k-th scores are known, on SMs of its own."""
-    MODULE.launch(
-        "fetch_listed", arguments, device, blocks=own_sms(),
-        shared_bytes=MAX_SHARED_BYTES, beside=True,
-    )  # fmt: skip
+def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:
+    """Fetch what is listed until all is, or k-th scores are known; a block for each that scores."""
+    blocks, device = lists.entries.shape[0], lists.entries.device
+    MODULE.launch("fetch_listed", arguments, device, blocks=blocks, beside=True)

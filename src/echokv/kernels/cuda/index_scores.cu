@@ -38,13 +38,13 @@ struct ScoresShared {
   Barrier query_full[QUERY_STAGES], query_empty[QUERY_STAGES];
   // From here on only with prefetch.
   float thresholds[QUERY_STAGES];  // of the queries' rows
-  Listing listing;
+  u32 listed[SCORING_WARPS];       // by each of them
   u32 epoch;
 };
 
 // What index_scores.py asks for.
-constexpr u32 FOR_PREFETCH = 48;
-static_assert(sizeof(ScoresShared) == 110208, "PREFETCHING_SHARED_BYTES");
+constexpr u32 FOR_PREFETCH = 176;
+static_assert(sizeof(ScoresShared) == 110336, "PREFETCHING_SHARED_BYTES");
 static_assert(sizeof(ScoresShared) - FOR_PREFETCH == 110160, "SHARED_BYTES");
 
 struct QueryArguments {
@@ -64,11 +64,11 @@ struct QueryArguments {
   u32* sketch;      // [rows, SKETCH_BINS] out: 0
   i32* scored;      // [rows] out: 0
   float* bars;      // [rows] out: the predictions
-  Boxes* boxes;     // [groups] out: empty
+  u32* lows;
   const i32* request_slots;
   const float* thresholds;
-  u32 groups;
-  u32 movers;  // warps of a block that move
+  float margin;
+  u32 pad;
 };
 
 struct ScoresArguments {
@@ -85,11 +85,11 @@ struct ScoresArguments {
 struct ListingArguments {
   const i32* request_slots;  // [rows], entries of thresholds; -1: none
   const float* thresholds;   // [slots], predicted k-th scores
-  Listed* lists;             // [blocks, LIST]
+  Listed* lists;             // [blocks, SCORING_WARPS, LIST]
   const u32* epoch;          // [1]
   i32* scored;               // [rows], counted up: pages whose candidates are listed
+  u32 readers;               // threads that read a list
   float margin;              // see lowered()
-  u32 pad;
 };
 
 struct PrefetchingArguments {
@@ -117,11 +117,12 @@ DEVICE void clear_candidates(const QueryArguments& a, u32 index, u32 threads) {
     a.kth[row] = UNKNOWN;
     if (row >= MOST_ROWS) continue;
     a.scored[row] = 0;
-    a.bars[row] = threshold_of(a.request_slots, a.thresholds, row);
+    const float threshold = threshold_of(a.request_slots, a.thresholds, row);
+    a.bars[row] = threshold;
+    a.lows[row] = order_key(float_bits(lowered(threshold, a.margin)));
   }
   for (u32 at = index; at < smaller(a.rows, MOST_ROWS) * SKETCH_BINS; at += threads)
     a.sketch[at] = 0;
-  empty_boxes(a.boxes, a.groups, a.movers, index, threads);
   for (u64 at = index; at < u64(a.rows) * a.most; at += threads) {
     a.host_slots[at] = NONE;
     a.scores[at] = bits_float(MINUS_INFINITY);
@@ -307,8 +308,8 @@ DEVICE float sum_of_quad(float value) {
   return value + __shfl_xor_sync(ALL_LANES, value, 2);
 }
 
-DEVICE Listed* list_of_block(const ListingArguments& a) {
-  return a.lists + u64(block_index()) * LIST;
+DEVICE Listed* list_of_warp(const ListingArguments& a, u32 thread) {
+  return a.lists + u64(block_index() * SCORING_WARPS + thread / WARP) * LIST;
 }
 
 // The epoch, by a warp that may have had no query and so hasn't waited for the kernel before.
@@ -361,7 +362,7 @@ DEVICE void score_pages(const ScoresArguments& a, const ListingArguments* listin
     if (writes) a.out[u64(note.row) * a.contexts.width + note.first + mine] = score;
     if (PREFETCH) {
       const float threshold = shared->thresholds[query.sequence % QUERY_STAGES];
-      list_candidates(list_of_block(*listing), &shared->listing,
+      list_candidates(list_of_warp(*listing, thread), shared->listed + thread / WARP,
                       writes && mine < tokens && score >= threshold,
                       i32(note.id * PAGE_TOKENS + mine), score, note.row, shared->epoch, lane);
       if (thread % (GROUP_WARPS * WARP) == 0 && note.row < MOST_ROWS)
@@ -369,7 +370,8 @@ DEVICE void score_pages(const ScoresArguments& a, const ListingArguments* listin
     }
   }
   if (PREFETCH)
-    end_list(list_of_block(*listing), &shared->listing, SCORING_WARPS, epoch_of(*listing), lane);
+    end_list(list_of_warp(*listing, thread), shared->listed[thread / WARP], listing->readers,
+             epoch_of(*listing), lane);
 }
 
 template <u32 HEADS, bool PREFETCH>
@@ -384,7 +386,7 @@ DEVICE void index_scores(const ScoresArguments& a, const ListingArguments* listi
     barrier_init(&shared->query_full[thread], 1);
     barrier_init(&shared->query_empty[thread], SCORING_WARPS);
   }
-  if (PREFETCH && thread == 0) shared->listing = {0, 0};
+  if (PREFETCH && thread < SCORING_WARPS) shared->listed[thread] = 0;
   barrier_init_done();
   // Sent for now, before the share is known.
   const i32 first_requests = lane < a.contexts.rows ? a.request_rows[lane] : 0;

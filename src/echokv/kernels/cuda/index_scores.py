@@ -16,10 +16,12 @@ from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda import fetch_listed as fl
 from echokv.kernels.cuda import prefill_scores
 from echokv.kernels.cuda.fetch_listed import (
+    LISTS,
     fetch_listed,
     listed_arguments,
     prefetch_arguments,
 )
+from echokv.kernels.cuda.fetch_listed import THREADS as FETCHING_THREADS
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.cuda.layer import moves_16_bytes
 from echokv.kernels.cuda.schedule import Contexts
@@ -48,7 +50,7 @@ _WARPS = 20
 _STAGES, _QUERY_STAGES, _PAGE_BYTES = 8, 5, 64 * (HEAD_DIM + 4)
 SHARED_BYTES = (_STAGES + _QUERY_STAGES) * (_PAGE_BYTES + 16) + 16 * _STAGES
 """ScoresShared without what only prefetching needs."""
-PREFETCHING_SHARED_BYTES = SHARED_BYTES + 48
+PREFETCHING_SHARED_BYTES = SHARED_BYTES + 176
 """All of it."""
 
 
@@ -59,15 +61,9 @@ class QueryArguments(Arguments):
         *((name, ctypes.c_void_p) for name in ("query", "weights", "images")),
         ("factor", ctypes.c_float),
         *((name, ctypes.c_uint32) for name in ("rows", "heads", "is_bfloat16", "most")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "counts", "host_slots", "scores", "kth", "epoch", "sketch", "scored", "bars",
-                "boxes", "request_slots", "thresholds",
-            )
-        ),
-        *((name, ctypes.c_uint32) for name in ("groups", "movers")),
-    )  # fmt: skip
+        *((name, ctypes.c_void_p) for name in ("counts", "host_slots", "scores", "kth", "epoch", "sketch", "scored", "bars", "lows", "request_slots", "thresholds")),
+        ("margin", ctypes.c_float), ("pad", ctypes.c_uint32),
+    )
 
 
 class ScoresArguments(Arguments):
@@ -85,12 +81,9 @@ class ListingArguments(Arguments):
     """See index_scores.cu."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("request_slots", "thresholds", "lists", "epoch", "scored")
-        ),
+        *((name, ctypes.c_void_p) for name in ("request_slots", "thresholds", "lists", "epoch", "scored")),
+        ("readers", ctypes.c_uint32),
         ("margin", ctypes.c_float),
-        ("pad", ctypes.c_uint32),
     )
 
 
@@ -225,22 +218,16 @@ def index_scores_prefetch(
     out = torch.empty((rows, score_width(max_context_len)), device=device)
     if rows == 0:
         return out
-    images = quantise_query(
-        query, weights, (found, kth_scores, lists, request_slots, thresholds)
-    )
+    images = quantise_query(query, weights, (found, kth_scores, lists, request_slots, thresholds))
     prefetch = prefetch_arguments(
         layer, request_slots, thresholds, limits, found, rows_per_unit, least
     )
     contexts = Contexts(pointer(context_lens), rows, out.shape[1])
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    num_lists = sms - fl.own_sms()
     with fork():
-        fetch_listed(
-            listed_arguments(prefetch, contexts, lists, kth_scores, num_lists, topk, fl.CLUSTER), device
-        )
+        fetch_listed(listed_arguments(prefetch, contexts, lists, kth_scores, topk), lists)
     listing = ListingArguments(
         pointer(request_slots), pointer(thresholds), pointer(lists.entries), pointer(lists.epoch),
-        pointer(lists.scored), fl.MARGIN, 0,
+        pointer(lists.scored), FETCHING_THREADS // LISTS, fl.MARGIN,
     )  # fmt: skip
     score_images(images, heads, pages, block_tables, request_rows, context_lens, out, listing)
     return out
@@ -249,7 +236,7 @@ def index_scores_prefetch(
 def quantise_query(
     query: Tensor,
     weights: Tensor,
-    begin: tuple[Candidates, Tensor, CandidateLists, Tensor, Tensor] | None = None,
+    begin: tuple | None = None,
 ) -> Tensor:
     """Rotate and quantise a query as keys are, and fold every factor into the weights.
 
@@ -274,10 +261,10 @@ def quantise_query(
         arguments.counts, arguments.host_slots = pointer(found.counts), pointer(found.host_slots)
         arguments.scores, arguments.kth = pointer(found.scores), pointer(kth_scores)
         arguments.epoch, arguments.sketch = pointer(lists.epoch), pointer(lists.sketch)
-        arguments.scored, arguments.bars = pointer(lists.scored), pointer(lists.bars)
+        arguments.scored, arguments.bars, arguments.lows = pointer(lists.scored), pointer(lists.bars), pointer(lists.lows)
         arguments.request_slots = pointer(request_slots)
-        arguments.thresholds, arguments.boxes = pointer(thresholds), pointer(lists.boxes)
-        arguments.groups, arguments.movers = fl.CLUSTERS, fl.movers()
+        arguments.thresholds = pointer(thresholds)
+        arguments.margin = fl.MARGIN
     MODULE.launch(
         "quantise_query", arguments, query.device, blocks=-(-rows * heads // _WARPS),
         beside=begin is not None,
@@ -318,6 +305,6 @@ def score_images(
         kernel, shared_bytes = f"prefetching_{heads}", PREFETCHING_SHARED_BYTES
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     MODULE.launch(
-        kernel, arguments, device, blocks=sms - (fl.own_sms() if listing is not None else 0), shared_bytes=shared_bytes, early=True,
+        kernel, arguments, device, blocks=sms, shared_bytes=shared_bytes, early=True,
         beside=listing is not None,
     )  # fmt: skip

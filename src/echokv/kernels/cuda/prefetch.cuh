@@ -30,16 +30,19 @@
 #include "schedule.cuh"
 
 #ifndef LIST_ENTRIES
-#define LIST_ENTRIES 2048
+#define LIST_ENTRIES 128
 #endif
-constexpr u32 LIST = LIST_ENTRIES;  // of a scoring block
+constexpr u32 LIST = LIST_ENTRIES;  // of a scoring warp
 constexpr i32 END = -3;  // instead of a host slot: nothing will follow
 constexpr u32 UNKNOWN = 0x7fc0dead;  // a k-th score that isn't there yet; no score is this NaN
 constexpr u64 PATIENCE = 1000000;    // nanoseconds
-constexpr u32 MOST_ROWS = 256;     // of a pass that prefetch; nothing is listed for the others
-constexpr u32 SKETCH_BINS = 256;   // of a row's candidates by score
-constexpr u32 SKETCH_SHIFT = 17;   // of a score's key above the lowest that is listed
-constexpr u32 LEAST_JUDGED = 32;   // candidates above the bar, from which on it says something
+#ifndef LISTED_THREADS
+#define LISTED_THREADS 128
+#endif
+constexpr u32 MOST_ROWS = 256;
+constexpr u32 SKETCH_BINS = 256;
+constexpr u32 SKETCH_SHIFT = 17;
+constexpr u32 LEAST_JUDGED = 32;
 constexpr u32 BUDGET_UNIT = 1u << 16;
 constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
 // Rows that a warp claims before it looks again whether it should. What is claimed must land before
@@ -47,6 +50,9 @@ constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
 // 13 x 98,304 tokens, hit rate 0.9: 1, 2 and 4 take 110, 106 and 115 us for the whole segment.
 #ifndef AT_ONCE_
 #define AT_ONCE_ 2
+#endif
+#ifndef SKETCHES
+#define SKETCHES 1
 #endif
 constexpr u32 CLAIMS_AT_ONCE = AT_ONCE_;
 
@@ -79,7 +85,6 @@ DEVICE float threshold_of(const i32* request_slots, const float* thresholds, u32
   return threshold < bits_float(0x7f800000u) ? threshold : bits_float(0x7fc00000u);
 }
 
-// From which score on candidates are listed, so that there are some if the prediction is too high.
 DEVICE float lowered(float threshold, float margin) {
   return threshold - margin * fabsf(threshold);
 }
@@ -206,55 +211,166 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   copy_rows(layer, part, host_slot, victim.slot, claims, lane);
 }
 
-constexpr u32 BOXES = 2;        // of a moving warp: one is being emptied, one may be filled
-constexpr u32 MOST_MOVING = 4;  // blocks of a group
-constexpr i32 UNSETTLED = -2;   // a device slot that isn't known yet
-
-struct Mail {
-  i32 host_slot;    // NONE: the box is empty
-  i32 device_slot;  // where it goes; NONE: nowhere
-};
-
-// What a group's blocks say to each other, in device memory: `quantise_query` empties it.
-struct Boxes {
-  u32 idle[MOST_MOVING * BOXES];  // one bit a box, by block and number
-  u32 closed;                     // no mail will come
-  u32 pad[3];
-  Mail mail[MOST_MOVING * BOXES][WARP];
-};
-
-// Empty the boxes of all groups: each has a bit for every moving warp.
-DEVICE void empty_boxes(Boxes* boxes, u32 groups, u32 warps, u32 index, u32 threads) {
-  constexpr u32 EACH = MOST_MOVING * BOXES * WARP;
-  for (u32 at = index; at < groups * EACH; at += threads) {
-    Boxes* mine = boxes + at / EACH;
-    const u32 word = at % EACH / WARP, bit = at % WARP;
-    mine->mail[word][bit] = {NONE, UNSETTLED};
-    if (bit == 0) mine->idle[word] = warps == WARP ? ALL_LANES : (1u << warps) - 1;
-    if (word == 0 && bit == 0) mine->closed = 0;
-  }
-}
-
-// A scoring block's list while it is written.
-struct Listing {
-  u32 count;  // entries
-  u32 ended;  // warps that will add none
-};
-
-// List the lanes' candidates; all of a scoring warp.
-DEVICE void list_candidates(Listed* list, Listing* listing, bool candidate, i32 host_slot,
-                            float score, u32 row, u32 epoch, u32 lane) {
+// List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
+DEVICE void list_candidates(Listed* list, u32* count, bool candidate, i32 host_slot, float score,
+                            u32 row, u32 epoch, u32 lane) {
   const u32 chosen = __ballot_sync(ALL_LANES, candidate);
   if (chosen == 0) return;
-  u32 first = 0;
-  if (lane == 0) first = atomicAdd(&listing->count, u32(__popc(chosen)));
-  const u32 at = __shfl_sync(ALL_LANES, first, 0) + __popc(chosen & ((1u << lane) - 1));
+  const u32 before = *count, at = before + __popc(chosen & ((1u << lane) - 1));
+  warp_sync();
+  if (lane == 0) *count = before + __popc(chosen);
+  warp_sync();
   if (candidate && at < LIST) store_whole(list + at, {u32(host_slot), float_bits(score), row, epoch});
 }
 
-// After a warp's last candidate; `warps` score.
-DEVICE void end_list(Listed* list, Listing* listing, u32 warps, u32 epoch, u32 lane) {
-  if (lane != 0 || atomicAdd(&listing->ended, 1u) + 1 != warps) return;
-  const u32 count = atomicAdd(&listing->count, 0u);
-  if (count < LIST) store_whole(list + count, {u32(END), 0, 0, epoch});
+// After a warp's last candidate: an END for each of the threads that read its list.
+DEVICE void end_list(Listed* list, u32 count, u32 readers, u32 epoch, u32 lane) {
+  for (u32 at = count + lane; at < count + readers && at < LIST; at += WARP)
+    store_whole(list + at, {u32(END), 0, 0, epoch});
+}
+
+struct ListedArguments {
+  PrefetchArguments prefetch;
+  Contexts contexts;
+  const Listed* lists;  // [blocks, lists, LIST]
+  const u32* epoch;     // [1]
+  const i32* kth;       // [rows], bits of the true k-th scores; UNKNOWN until they are known
+  const i32* scored;
+  u32* sketch;
+  i32* bars;
+  const u32* lows;
+  u32 num_lists;        // of a scoring block; divides the threads of one that fetches
+  u32 k;
+};
+
+// Whether a row's selection isn't known yet.
+DEVICE bool is_open(const ListedArguments& a, u32 row) {
+  return u32(load_shared_value(a.kth + row)) == UNKNOWN;
+}
+
+DEVICE bool is_likely(const ListedArguments& a, u32 row, float score) {
+  const i32 bar = load_shared_value(a.bars + row), kth = load_shared_value(a.kth + row);
+  return (!SKETCHES || score >= bits_float(u32(bar))) && u32(kth) == UNKNOWN;
+}
+
+DEVICE void note_score(const ListedArguments& a, u32 row, float score) {
+  const u32 bin = (order_key(float_bits(score)) - a.lows[row]) >> SKETCH_SHIFT;
+  atomicAdd(a.sketch + row * SKETCH_BINS + smaller(bin, SKETCH_BINS - 1), 1u);
+}
+
+DEVICE void judge_row(const ListedArguments& a, u32 row, u32 lane) {
+  constexpr u32 EACH = SKETCH_BINS / WARP;
+  const u32 pages = ceil_div(tokens_of(a.contexts, row), PAGE_TOKENS);
+  const u32 scored =
+      __shfl_sync(ALL_LANES, lane == 0 ? u32(load_shared_value(a.scored + row)) : 0u, 0);
+  const u32 wanted = pages == 0 ? 0 : u32(u64(a.k) * scored / pages);
+  if (wanted < LEAST_JUDGED && scored < pages) return;
+  const u32 first = (WARP - 1 - lane) * EACH;
+  u32 bins[EACH], sum = 0, total;
+#pragma unroll
+  for (u32 i = 0; i < EACH; i += 4) {
+    const Words four = load_others_words(a.sketch + row * SKETCH_BINS + first + i);
+    bins[i] = four.x, bins[i + 1] = four.y, bins[i + 2] = four.z, bins[i + 3] = four.w;
+    sum += four.x + four.y + four.z + four.w;
+  }
+  u32 above = lanes_before(sum, lane, &total);
+  u32 offset = 0;
+  bool here = false;
+#pragma unroll
+  for (u32 i = EACH; i-- > 0;) {
+    if (above < wanted && wanted <= above + bins[i]) {
+      here = true;
+      const float within = float(above + bins[i] - wanted) / float(bins[i]);
+      offset = ((first + i) << SKETCH_SHIFT) + u32(within * float(1u << SKETCH_SHIFT));
+    }
+    above += bins[i];
+  }
+  const u32 holder = __ballot_sync(ALL_LANES, here);
+  offset = holder == 0 ? 0 : __shfl_sync(ALL_LANES, offset, __ffs(holder) - 1);
+  if (lane == 0) store_shared_value(a.bars + row, i32(order_bits(a.lows[row] + offset)));
+}
+
+// Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
+// until the rows' selections are known. Budgets are asked for by a few at a time too, so that
+// whoever comes first doesn't take for a long queue of its own what others could fetch at once.
+DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
+                        Fetched* fetched, u32 lane) {
+  const PrefetchArguments& to = a.prefetch;
+  const bool waits = candidate.valid;
+  for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
+    u32 now = 0;
+#pragma unroll
+    for (u32 i = 0; i < CLAIMS_AT_ONCE; i++) {
+      now |= left & -left;
+      left &= left - 1;
+    }
+    const bool asks = now >> lane & 1;
+    const u32 place = ask_budget(to, a.contexts, candidate.row, asks, lane);
+    const bool granted = place < to.most;
+    const u32 at = candidate.row * to.most + place;
+    if (granted) to.scores[at] = candidate.score;
+    for (u32 refused = __ballot_sync(ALL_LANES, asks && !granted); refused != 0;) {
+      const u32 row = __shfl_sync(ALL_LANES, candidate.row, __ffs(refused) - 1);
+      left &= ~__ballot_sync(ALL_LANES, candidate.row == row);  // it has no budget left
+      refused &= refused - 1;
+    }
+    take_in(to, granted, candidate.host_slot, at, floor, fetched, lane);
+    left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_likely(a, candidate.row, candidate.score));
+  }
+}
+
+// A thread of a block that fetches what the scoring block of the same number lists.
+DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
+  const u32 lane = thread % WARP, epoch = *a.epoch;
+  // Neighbours read neighbouring entries of one list.
+  const u32 readers = LISTED_THREADS / a.num_lists;
+  const Listed* list = a.lists + u64(block_index() * a.num_lists + thread / readers) * LIST;
+  const i32 floor = *a.prefetch.layer.floor;
+  Fetched fetched = {0, 0};
+  const u32 judged = block_index();
+  const bool judges = SKETCHES && thread / WARP == LISTED_THREADS / WARP - 1 && judged < a.contexts.rows &&
+                      judged < MOST_ROWS;
+  u32 place = thread % readers;
+  u32 later = 0;
+  bool over = false;
+  for (u64 since = nanoseconds();;) {
+    Words entry = {0, 0, 0, epoch + 1};
+    if (!over) entry = load_whole(list + place);
+    const bool seen = entry.w == epoch;
+    const bool found = seen && i32(entry.x) != END;
+    if (judges) judge_row(a, judged, lane);
+    if (__any_sync(ALL_LANES, found)) {
+      Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
+      if (found) {
+        const i32 where = load_shared_value(a.prefetch.layer.host_to_device + candidate.host_slot);
+        const bool likely = is_likely(a, candidate.row, candidate.score);
+        if (SKETCHES) note_score(a, candidate.row, candidate.score);
+        candidate.valid = where < 0 && likely;
+        if (SKETCHES && where < 0 && !likely) later |= 1u << place / readers;
+      }
+      if (seen) place += readers;
+      over = over || seen != found || place >= LIST;
+      if (__any_sync(ALL_LANES, candidate.valid)) fetch_found(a, candidate, floor, &fetched, lane);
+      since = nanoseconds();
+      continue;
+    }
+    if (seen) place += readers;
+    over = over || seen != found || place >= LIST;
+    if (__all_sync(ALL_LANES, over || nanoseconds() - since > PATIENCE)) break;
+    pause();
+  }
+  // Those that weren't likely when they came may be now.
+  while (__any_sync(ALL_LANES, later != 0)) {
+    Words entry = {0, 0, 0, 0};
+    if (judges) judge_row(a, judged, lane);
+    if (later != 0) entry = load_whole(list + thread % readers + (__ffs(later) - 1) * readers);
+    Candidate candidate = {later != 0, i32(entry.x), bits_float(entry.y), later != 0 ? entry.z : 0};
+    if (candidate.valid) {
+      const i32 where = load_shared_value(a.prefetch.layer.host_to_device + candidate.host_slot);
+      candidate.valid = is_likely(a, candidate.row, candidate.score) && where < 0;
+    }
+    later &= later - 1;
+    if (__any_sync(ALL_LANES, candidate.valid)) fetch_found(a, candidate, floor, &fetched, lane);
+  }
+  add_fetched(a.prefetch, fetched, lane);
 }

@@ -16,14 +16,12 @@ def candidate_lists(device: torch.device) -> CandidateLists:
     for module in (index_scores, fetch_listed, selecting):
         module.MODULE.load(device, module.KERNELS, beside=True)
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    shape = (blocks, fetch_listed.LIST_ENTRIES, 4)
-    queues = (16, 2, fetch_listed.QUEUE_ENTRIES, 4)
+    shape = (blocks, fetch_listed.LISTS, fetch_listed.LIST_ENTRIES, 4)
     return CandidateLists(
         entries=torch.zeros(shape, dtype=torch.int32, device=device),
         epoch=torch.zeros(1, dtype=torch.int32, device=device),
-        queues=torch.zeros(queues, dtype=torch.int32, device=device),
-        boxes=torch.zeros((16, fetch_listed.BOX_WORDS), dtype=torch.int32, device=device),
-        sketch=torch.zeros(fetch_listed.SKETCH, dtype=torch.int32, device=device),
-        scored=torch.zeros(fetch_listed.SKETCH[0], dtype=torch.int32, device=device),
-        bars=torch.zeros(fetch_listed.SKETCH[0], device=device),
+        sketch=torch.zeros((256, 256), dtype=torch.int32, device=device),
+        scored=torch.zeros(256, dtype=torch.int32, device=device),
+        bars=torch.zeros(256, device=device),
+        lows=torch.zeros(256, dtype=torch.int32, device=device),
     )
