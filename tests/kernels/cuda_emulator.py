@@ -85,8 +85,7 @@ class PrefetchRun(Arguments):
             (name, ctypes.c_void_p)
             for name in ("block_tables", "request_rows", "scores", "shares", "kth", "lists")
         ),
-        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "known")),
-        ("margin", ctypes.c_float),
+        *((name, ctypes.c_uint32) for name in ("blocks", "scoring", "known", "pad")),
         ("listed", fetch_listed.ListedArguments),
     )
 
@@ -260,7 +259,6 @@ class Emulator:
         scoring: int = 2,
         known: bool = False,
         tick: int = 0,
-        topk: int = 2**20,
     ) -> Tensor:
         """What `index_scores_prefetch` does once there are scores; each block's share of the pages.
 
@@ -277,27 +275,16 @@ class Emulator:
         # What another launch left: candidates of any row, of other epochs.
         entries = torch.randint(0, 99, (blocks, scoring, LIST_ENTRIES, 4), dtype=torch.int32)
         lists = CandidateLists(
-            entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32),
-            sketch=torch.zeros((rows, 256), dtype=torch.int32),
-            scored=torch.zeros(rows, dtype=torch.int32),
-            bars=torch.full((rows,), torch.nan),
-            lows=torch.zeros(rows, dtype=torch.int32),
-        )  # fmt: skip
-        for row, slot in enumerate(request_slots.tolist()):
-            if slot >= 0 and float(thresholds[slot]) < torch.inf:
-                lists.bars[row] = thresholds[slot]
-                low = thresholds[slot] - fetch_listed.MARGIN * thresholds[slot].abs()
-                bits = int((low + 0.0).view(torch.int32))
-                lists.lows[row] = ~bits if bits < 0 else bits - 2**31
+            entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32)
+        )
         prefetch = fetch_listed.prefetch_arguments(
             layer, request_slots, thresholds, limits, found, rows_per_unit, least
         )
         contexts = fetch_listed.Contexts(pointer(context_lens), rows, width)
         arguments = PrefetchRun(
             pointer(block_tables), pointer(request_rows), pointer(scores), pointer(shares),
-            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known,
-            fetch_listed.MARGIN,
-            fetch_listed.listed_arguments(prefetch, contexts, lists, kth_scores, topk),
+            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, 0,
+            fetch_listed.listed_arguments(prefetch, contexts, lists, kth_scores),
         )  # fmt: skip
         self._library.run_prefetch(blocks, self._next(), tick, ctypes.byref(arguments))
         return shares
@@ -333,10 +320,7 @@ class Emulator:
     def candidate_lists(self, device: torch.device) -> CandidateLists:
         """`candidate_lists`; what is here isn't used."""
         nothing = torch.zeros((0, 0, 0, 4), dtype=torch.int32, device=device)
-        return CandidateLists(
-            entries=nothing, epoch=torch.zeros(1, dtype=torch.int32),
-            sketch=nothing, scored=nothing, bars=nothing, lows=nothing,
-        )  # fmt: skip
+        return CandidateLists(entries=nothing, epoch=torch.zeros(1, dtype=torch.int32))
 
     def fetches(self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer) -> bool:
         """`fetches`, with keys of any kind."""
@@ -361,7 +345,6 @@ class Emulator:
         kth_scores: Tensor,
         fork: Callable[[], AbstractContextManager[None]],
         *,
-        topk: int,
         rows_per_unit: int,
         least: int,
     ) -> Tensor:
@@ -371,8 +354,7 @@ class Emulator:
         with fork():
             self.prefetch(
                 scores, block_tables, request_rows, context_lens, request_slots, thresholds,
-                limits, layer, found, kth_scores, topk=topk, rows_per_unit=rows_per_unit,
-                least=least,
+                limits, layer, found, kth_scores, rows_per_unit=rows_per_unit, least=least,
             )  # fmt: skip
         return scores
 

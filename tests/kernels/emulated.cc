@@ -26,7 +26,7 @@ struct Arguments {
   u32 blocks;           // a table
   u32 scoring;          // warps
   u32 known;            // whether they say in the end what the k-th scores are
-  float margin;
+  u32 pad;
   ListedArguments listed;
 };
 
@@ -46,7 +46,6 @@ static void score_page(const Arguments& a, const Run& run, u32 page, Listed* lis
                     table[page] * i32(PAGE_TOKENS) + i32(half + lane), score, run.row,
                     *a.listed.epoch, lane);
   }
-  if (lane == 0) atomicAdd(const_cast<i32*>(a.listed.scored) + run.row, 1);
 }
 
 static void kernel(const Arguments& a) {
@@ -69,8 +68,7 @@ static void kernel(const Arguments& a) {
   Listed* list = a.lists + u64(block_index() * a.scoring + warp) * LIST;
   u32 pages = 0;
   for (Run run = first_run(contexts, share); run.pages != 0; next_run(contexts, &run)) {
-    const float threshold = lowered(
-        threshold_of(prefetch.request_slots, prefetch.thresholds, run.row), a.margin);
+    const float threshold = threshold_of(prefetch.request_slots, prefetch.thresholds, run.row);
     for (u32 page = run.page; page < run.page + run.pages; page++)
       if (pages++ % a.scoring == warp)
         score_page(a, run, page, list, shared->listed + warp, threshold, lane);

@@ -13,7 +13,6 @@ from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.resident_model import LayerUnderTest
 from torch import Tensor
 
-from echokv.kernels.cuda import fetch_listed
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.prefetch_args import NO_LIMIT, Candidates
 
@@ -65,10 +64,9 @@ class PrefetchCase:
     def candidates(self, row: int) -> dict[int, float]:
         """Host slot -> score of everything in a row that beats its prediction."""
         slot = self.request_slots[row]
-        if slot < 0 or not self.thresholds[slot] < torch.inf:
+        threshold = float(self.thresholds[slot]) if slot >= 0 else torch.inf
+        if not threshold < torch.inf:
             return {}
-        predicted = self.thresholds[slot]
-        threshold = float(predicted - fetch_listed.MARGIN * predicted.abs())
         table = self.tables[self.request_rows[row]].tolist()
         scores = self.scores[row, : self.lens[row]].tolist()
         return {

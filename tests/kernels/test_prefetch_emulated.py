@@ -16,7 +16,6 @@ from tests.kernels.cuda_emulator import Emulator
 from tests.kernels.prefetch_model import PrefetchCase, contended_case, ints, make_case, mixed_case
 from tests.kernels.resident_model import LayerUnderTest
 
-from echokv.kernels.cuda import fetch_listed
 from echokv.kernels.prefetch_args import Candidates
 
 CPU = torch.device("cpu")
@@ -69,7 +68,7 @@ def test_prefetch_in_many_orders(emulator: Emulator) -> None:
         prefetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
                  blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 2, 4]),
                  known=rng.choice([False, True]),
-                 tick=rng.choice([0, 0, 10**5, 10**7]), topk=rng.choice([3, 40, 2**20]))  # fmt: skip
+                 tick=rng.choice([0, 0, 10**5, 10**7]))  # fmt: skip
 
 
 def test_nothing_is_claimed_once_the_selection_is_known(emulator: Emulator) -> None:
@@ -108,11 +107,8 @@ def test_hostile_predictions_and_budgets(
     prefetch(emulator, case, most, rows_per_unit, least)
 
 
-def test_everything_is_found_where_nothing_is_in_a_hurry(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_found_where_nothing_is_in_a_hurry(emulator: Emulator) -> None:
     """Rows of their own, free slots, as few candidates as a list holds: as many as the budget."""
-    monkeypatch.setattr(fetch_listed, "MARGIN", 0.0)
     rng = random.Random(6)
     under_test = LayerUnderTest(layer_in_use(rng, 400, 960, 0.3, FLOOR), CPU)
     case = make_case(rng, under_test, [128, 64, 300])

@@ -163,7 +163,6 @@ class Prefetcher:
             here.found.rows(index_layer * rows, (index_layer + 1) * rows),
             here.kth_scores[index_layer],
             lambda: self._cache.side.fork(catches_up=False),
-            topk=self._topk,
             rows_per_unit=self._budget.rows_per_unit,
             least=self._budget.least,
         )

@@ -68,10 +68,6 @@ class CandidateLists:
 
     entries: Tensor  # [blocks, lists, entries, 4] int32; see Listed in kernels/cuda/prefetch.cuh
     epoch: Tensor  # [1] int32, raised before each launch: entries of any other are stale
-    sketch: Tensor
-    scored: Tensor
-    bars: Tensor
-    lows: Tensor
 
 
 def row_budget(

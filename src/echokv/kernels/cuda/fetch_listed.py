@@ -17,7 +17,6 @@ from echokv.kernels.prefetch_args import CandidateLists, Candidates
 THREADS = 128
 """Of a block."""
 
-MARGIN = 0.1
 LISTS = 16
 """Lists of a scoring block, one a warp that scores."""
 
@@ -49,9 +48,9 @@ class ListedArguments(Arguments):
     _fields_ = (
         ("prefetch", PrefetchArguments),
         ("contexts", Contexts),
-        *((name, ctypes.c_void_p) for name in ("lists", "epoch", "kth", "scored", "sketch", "bars", "lows")),
+        *((name, ctypes.c_void_p) for name in ("lists", "epoch", "kth")),
         ("num_lists", ctypes.c_uint32),
-        ("k", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
     )
 
 
@@ -78,12 +77,11 @@ def listed_arguments(
     contexts: Contexts,
     lists: CandidateLists,
     kth_scores: Tensor,
-    topk: int,
 ) -> ListedArguments:
     """What `fetch_listed` takes."""
     return ListedArguments(
         prefetch, contexts, pointer(lists.entries), pointer(lists.epoch), pointer(kth_scores),
-        pointer(lists.scored), pointer(lists.sketch), pointer(lists.bars), pointer(lists.lows), lists.entries.shape[1], topk,
+        lists.entries.shape[1], 0,
     )  # fmt: skip
 
 

@@ -61,14 +61,6 @@ struct QueryArguments {
   float* scores;    // [rows, most] out: -inf
   u32* kth;         // [rows] out: UNKNOWN
   u32* epoch;       // [1], raised
-  u32* sketch;      // [rows, SKETCH_BINS] out: 0
-  i32* scored;      // [rows] out: 0
-  float* bars;      // [rows] out: the predictions
-  u32* lows;
-  const i32* request_slots;
-  const float* thresholds;
-  float margin;
-  u32 pad;
 };
 
 struct ScoresArguments {
@@ -87,9 +79,8 @@ struct ListingArguments {
   const float* thresholds;   // [slots], predicted k-th scores
   Listed* lists;             // [blocks, SCORING_WARPS, LIST]
   const u32* epoch;          // [1]
-  i32* scored;               // [rows], counted up: pages whose candidates are listed
   u32 readers;               // threads that read a list
-  float margin;              // see lowered()
+  u32 pad;
 };
 
 struct PrefetchingArguments {
@@ -115,14 +106,7 @@ DEVICE void clear_candidates(const QueryArguments& a, u32 index, u32 threads) {
   for (u32 row = index; row < a.rows; row += threads) {
     a.counts[row] = 0;
     a.kth[row] = UNKNOWN;
-    if (row >= MOST_ROWS) continue;
-    a.scored[row] = 0;
-    const float threshold = threshold_of(a.request_slots, a.thresholds, row);
-    a.bars[row] = threshold;
-    a.lows[row] = order_key(float_bits(lowered(threshold, a.margin)));
   }
-  for (u32 at = index; at < smaller(a.rows, MOST_ROWS) * SKETCH_BINS; at += threads)
-    a.sketch[at] = 0;
   for (u64 at = index; at < u64(a.rows) * a.most; at += threads) {
     a.host_slots[at] = NONE;
     a.scores[at] = bits_float(MINUS_INFINITY);
@@ -220,12 +204,6 @@ DEVICE void bring_pages(const ScoresArguments& a, ScoresShared* shared, const Sh
   }
 }
 
-// The least score that is listed of a row.
-DEVICE float listed_from(const ListingArguments& a, u32 row) {
-  if (row >= MOST_ROWS) return bits_float(0x7fc00000u);
-  return lowered(threshold_of(a.request_slots, a.thresholds, row), a.margin);
-}
-
 // Send for the query of each run, and look up its threshold. One thread.
 template <u32 HEADS>
 DEVICE void bring_queries(const ScoresArguments& a, const ListingArguments* listing,
@@ -234,7 +212,7 @@ DEVICE void bring_queries(const ScoresArguments& a, const ListingArguments* list
   // The first threshold is older than the kernel that is waited for.
   float threshold = 0;
   if (listing != nullptr && run.pages != 0)
-    threshold = listed_from(*listing, run.row);
+    threshold = threshold_of(listing->request_slots, listing->thresholds, run.row);
   wait_for_previous_kernel();
   if (listing != nullptr) shared->epoch = *listing->epoch;
   while (run.pages != 0) {
@@ -248,7 +226,7 @@ DEVICE void bring_queries(const ScoresArguments& a, const ListingArguments* list
     barrier_arrive(full);
     next_run(a.contexts, &run);
     if (listing != nullptr && run.pages != 0)
-      threshold = listed_from(*listing, run.row);
+      threshold = threshold_of(listing->request_slots, listing->thresholds, run.row);
   }
 }
 
@@ -365,8 +343,6 @@ DEVICE void score_pages(const ScoresArguments& a, const ListingArguments* listin
       list_candidates(list_of_warp(*listing, thread), shared->listed + thread / WARP,
                       writes && mine < tokens && score >= threshold,
                       i32(note.id * PAGE_TOKENS + mine), score, note.row, shared->epoch, lane);
-      if (thread % (GROUP_WARPS * WARP) == 0 && note.row < MOST_ROWS)
-        atomicAdd(listing->scored + note.row, 1);
     }
   }
   if (PREFETCH)

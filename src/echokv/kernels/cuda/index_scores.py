@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
-from echokv.kernels.cuda import fetch_listed as fl
 from echokv.kernels.cuda import prefill_scores
 from echokv.kernels.cuda.fetch_listed import (
     LISTS,
@@ -61,8 +60,7 @@ class QueryArguments(Arguments):
         *((name, ctypes.c_void_p) for name in ("query", "weights", "images")),
         ("factor", ctypes.c_float),
         *((name, ctypes.c_uint32) for name in ("rows", "heads", "is_bfloat16", "most")),
-        *((name, ctypes.c_void_p) for name in ("counts", "host_slots", "scores", "kth", "epoch", "sketch", "scored", "bars", "lows", "request_slots", "thresholds")),
-        ("margin", ctypes.c_float), ("pad", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("counts", "host_slots", "scores", "kth", "epoch")),
     )
 
 
@@ -81,9 +79,9 @@ class ListingArguments(Arguments):
     """See index_scores.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("request_slots", "thresholds", "lists", "epoch", "scored")),
+        *((name, ctypes.c_void_p) for name in ("request_slots", "thresholds", "lists", "epoch")),
         ("readers", ctypes.c_uint32),
-        ("margin", ctypes.c_float),
+        ("pad", ctypes.c_uint32),
     )
 
 
@@ -157,7 +155,6 @@ def index_scores_prefetch(
     kth_scores: Tensor,
     fork: Callable[[], AbstractContextManager[None]],
     *,
-    topk: int,
     rows_per_unit: int,
     least: int,
 ) -> Tensor:
@@ -218,16 +215,16 @@ def index_scores_prefetch(
     out = torch.empty((rows, score_width(max_context_len)), device=device)
     if rows == 0:
         return out
-    images = quantise_query(query, weights, (found, kth_scores, lists, request_slots, thresholds))
+    images = quantise_query(query, weights, (found, kth_scores, lists))
     prefetch = prefetch_arguments(
         layer, request_slots, thresholds, limits, found, rows_per_unit, least
     )
     contexts = Contexts(pointer(context_lens), rows, out.shape[1])
     with fork():
-        fetch_listed(listed_arguments(prefetch, contexts, lists, kth_scores, topk), lists)
+        fetch_listed(listed_arguments(prefetch, contexts, lists, kth_scores), lists)
     listing = ListingArguments(
         pointer(request_slots), pointer(thresholds), pointer(lists.entries), pointer(lists.epoch),
-        pointer(lists.scored), FETCHING_THREADS // LISTS, fl.MARGIN,
+        FETCHING_THREADS // LISTS, 0,
     )  # fmt: skip
     score_images(images, heads, pages, block_tables, request_rows, context_lens, out, listing)
     return out
@@ -236,7 +233,7 @@ def index_scores_prefetch(
 def quantise_query(
     query: Tensor,
     weights: Tensor,
-    begin: tuple | None = None,
+    begin: tuple[Candidates, Tensor, CandidateLists] | None = None,
 ) -> Tensor:
     """Rotate and quantise a query as keys are, and fold every factor into the weights.
 
@@ -256,15 +253,11 @@ def quantise_query(
         query.dtype == torch.bfloat16,
     )  # fmt: skip
     if begin is not None:
-        found, kth_scores, lists, request_slots, thresholds = begin
+        found, kth_scores, lists = begin
         arguments.most = found.host_slots.shape[1]
         arguments.counts, arguments.host_slots = pointer(found.counts), pointer(found.host_slots)
         arguments.scores, arguments.kth = pointer(found.scores), pointer(kth_scores)
-        arguments.epoch, arguments.sketch = pointer(lists.epoch), pointer(lists.sketch)
-        arguments.scored, arguments.bars, arguments.lows = pointer(lists.scored), pointer(lists.bars), pointer(lists.lows)
-        arguments.request_slots = pointer(request_slots)
-        arguments.thresholds = pointer(thresholds)
-        arguments.margin = fl.MARGIN
+        arguments.epoch = pointer(lists.epoch)
     MODULE.launch(
         "quantise_query", arguments, query.device, blocks=-(-rows * heads // _WARPS),
         beside=begin is not None,

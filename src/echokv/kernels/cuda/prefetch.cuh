@@ -39,22 +39,12 @@ constexpr u64 PATIENCE = 1000000;    // nanoseconds
 #ifndef LISTED_THREADS
 #define LISTED_THREADS 128
 #endif
-constexpr u32 MOST_ROWS = 256;
-constexpr u32 SKETCH_BINS = 256;
-constexpr u32 SKETCH_SHIFT = 17;
-constexpr u32 LEAST_JUDGED = 32;
 constexpr u32 BUDGET_UNIT = 1u << 16;
 constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
 // Rows that a warp claims before it looks again whether it should. What is claimed must land before
 // anything else moves: few, but enough to keep PCIe busy while claims wait for memory. Measured at
 // 13 x 98,304 tokens, hit rate 0.9: 1, 2 and 4 take 110, 106 and 115 us for the whole segment.
-#ifndef AT_ONCE_
-#define AT_ONCE_ 2
-#endif
-#ifndef SKETCHES
-#define SKETCHES 1
-#endif
-constexpr u32 CLAIMS_AT_ONCE = AT_ONCE_;
+constexpr u32 CLAIMS_AT_ONCE = 2;
 
 // An entry of a scoring block's list.
 struct alignas(16) Listed {
@@ -83,10 +73,6 @@ DEVICE float threshold_of(const i32* request_slots, const float* thresholds, u32
   const i32 slot = request_slots[row];
   const float threshold = slot < 0 ? bits_float(0x7fc00000u) : thresholds[slot];
   return threshold < bits_float(0x7f800000u) ? threshold : bits_float(0x7fc00000u);
-}
-
-DEVICE float lowered(float threshold, float margin) {
-  return threshold - margin * fabsf(threshold);
 }
 
 DEVICE u32 budget_of(const PrefetchArguments& a, const Contexts& contexts, u32 row) {
@@ -235,59 +221,13 @@ struct ListedArguments {
   const Listed* lists;  // [blocks, lists, LIST]
   const u32* epoch;     // [1]
   const i32* kth;       // [rows], bits of the true k-th scores; UNKNOWN until they are known
-  const i32* scored;
-  u32* sketch;
-  i32* bars;
-  const u32* lows;
   u32 num_lists;        // of a scoring block; divides the threads of one that fetches
-  u32 k;
+  u32 pad;
 };
 
 // Whether a row's selection isn't known yet.
 DEVICE bool is_open(const ListedArguments& a, u32 row) {
   return u32(load_shared_value(a.kth + row)) == UNKNOWN;
-}
-
-DEVICE bool is_likely(const ListedArguments& a, u32 row, float score) {
-  const i32 bar = load_shared_value(a.bars + row), kth = load_shared_value(a.kth + row);
-  return (!SKETCHES || score >= bits_float(u32(bar))) && u32(kth) == UNKNOWN;
-}
-
-DEVICE void note_score(const ListedArguments& a, u32 row, float score) {
-  const u32 bin = (order_key(float_bits(score)) - a.lows[row]) >> SKETCH_SHIFT;
-  atomicAdd(a.sketch + row * SKETCH_BINS + smaller(bin, SKETCH_BINS - 1), 1u);
-}
-
-DEVICE void judge_row(const ListedArguments& a, u32 row, u32 lane) {
-  constexpr u32 EACH = SKETCH_BINS / WARP;
-  const u32 pages = ceil_div(tokens_of(a.contexts, row), PAGE_TOKENS);
-  const u32 scored =
-      __shfl_sync(ALL_LANES, lane == 0 ? u32(load_shared_value(a.scored + row)) : 0u, 0);
-  const u32 wanted = pages == 0 ? 0 : u32(u64(a.k) * scored / pages);
-  if (wanted < LEAST_JUDGED && scored < pages) return;
-  const u32 first = (WARP - 1 - lane) * EACH;
-  u32 bins[EACH], sum = 0, total;
-#pragma unroll
-  for (u32 i = 0; i < EACH; i += 4) {
-    const Words four = load_others_words(a.sketch + row * SKETCH_BINS + first + i);
-    bins[i] = four.x, bins[i + 1] = four.y, bins[i + 2] = four.z, bins[i + 3] = four.w;
-    sum += four.x + four.y + four.z + four.w;
-  }
-  u32 above = lanes_before(sum, lane, &total);
-  u32 offset = 0;
-  bool here = false;
-#pragma unroll
-  for (u32 i = EACH; i-- > 0;) {
-    if (above < wanted && wanted <= above + bins[i]) {
-      here = true;
-      const float within = float(above + bins[i] - wanted) / float(bins[i]);
-      offset = ((first + i) << SKETCH_SHIFT) + u32(within * float(1u << SKETCH_SHIFT));
-    }
-    above += bins[i];
-  }
-  const u32 holder = __ballot_sync(ALL_LANES, here);
-  offset = holder == 0 ? 0 : __shfl_sync(ALL_LANES, offset, __ffs(holder) - 1);
-  if (lane == 0) store_shared_value(a.bars + row, i32(order_bits(a.lows[row] + offset)));
 }
 
 // Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
@@ -296,7 +236,8 @@ DEVICE void judge_row(const ListedArguments& a, u32 row, u32 lane) {
 DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
                         Fetched* fetched, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
-  const bool waits = candidate.valid;
+  bool waits = candidate.valid && is_open(a, candidate.row);
+  if (waits) waits = load_shared_value(to.layer.host_to_device + candidate.host_slot) < 0;
   for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
     u32 now = 0;
 #pragma unroll
@@ -315,7 +256,7 @@ DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i3
       refused &= refused - 1;
     }
     take_in(to, granted, candidate.host_slot, at, floor, fetched, lane);
-    left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_likely(a, candidate.row, candidate.score));
+    left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
   }
 }
 
@@ -327,50 +268,23 @@ DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
   const Listed* list = a.lists + u64(block_index() * a.num_lists + thread / readers) * LIST;
   const i32 floor = *a.prefetch.layer.floor;
   Fetched fetched = {0, 0};
-  const u32 judged = block_index();
-  const bool judges = SKETCHES && thread / WARP == LISTED_THREADS / WARP - 1 && judged < a.contexts.rows &&
-                      judged < MOST_ROWS;
   u32 place = thread % readers;
-  u32 later = 0;
   bool over = false;
   for (u64 since = nanoseconds();;) {
     Words entry = {0, 0, 0, epoch + 1};
     if (!over) entry = load_whole(list + place);
     const bool seen = entry.w == epoch;
     const bool found = seen && i32(entry.x) != END;
-    if (judges) judge_row(a, judged, lane);
+    if (seen) place += readers;
+    over = over || seen != found || place >= LIST;
     if (__any_sync(ALL_LANES, found)) {
-      Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
-      if (found) {
-        const i32 where = load_shared_value(a.prefetch.layer.host_to_device + candidate.host_slot);
-        const bool likely = is_likely(a, candidate.row, candidate.score);
-        if (SKETCHES) note_score(a, candidate.row, candidate.score);
-        candidate.valid = where < 0 && likely;
-        if (SKETCHES && where < 0 && !likely) later |= 1u << place / readers;
-      }
-      if (seen) place += readers;
-      over = over || seen != found || place >= LIST;
-      if (__any_sync(ALL_LANES, candidate.valid)) fetch_found(a, candidate, floor, &fetched, lane);
+      const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
+      fetch_found(a, candidate, floor, &fetched, lane);
       since = nanoseconds();
       continue;
     }
-    if (seen) place += readers;
-    over = over || seen != found || place >= LIST;
     if (__all_sync(ALL_LANES, over || nanoseconds() - since > PATIENCE)) break;
     pause();
-  }
-  // Those that weren't likely when they came may be now.
-  while (__any_sync(ALL_LANES, later != 0)) {
-    Words entry = {0, 0, 0, 0};
-    if (judges) judge_row(a, judged, lane);
-    if (later != 0) entry = load_whole(list + thread % readers + (__ffs(later) - 1) * readers);
-    Candidate candidate = {later != 0, i32(entry.x), bits_float(entry.y), later != 0 ? entry.z : 0};
-    if (candidate.valid) {
-      const i32 where = load_shared_value(a.prefetch.layer.host_to_device + candidate.host_slot);
-      candidate.valid = is_likely(a, candidate.row, candidate.score) && where < 0;
-    }
-    later &= later - 1;
-    if (__any_sync(ALL_LANES, candidate.valid)) fetch_found(a, candidate, floor, &fetched, lane);
   }
   add_fetched(a.prefetch, fetched, lane);
 }

@@ -20,8 +20,4 @@ def candidate_lists(device: torch.device) -> CandidateLists:
     return CandidateLists(
         entries=torch.zeros(shape, dtype=torch.int32, device=device),
         epoch=torch.zeros(1, dtype=torch.int32, device=device),
-        sketch=torch.zeros((256, 256), dtype=torch.int32, device=device),
-        scored=torch.zeros(256, dtype=torch.int32, device=device),
-        bars=torch.zeros(256, device=device),
-        lows=torch.zeros(256, dtype=torch.int32, device=device),
     )
