@@ -152,6 +152,22 @@ def sketch_table() -> str:
     return f"{grid(header, rows)}\n\n{source('prefetch-sketch')}"
 
 
+def designs_table() -> str:
+    """Other ways to fetch beside the scores: speed-ups, each against no prefetch in its own run."""
+    shown = (
+        ("shared", "as it is"), ("shared", "sketch"), ("shared", "sketch, 10% below"),
+        ("own", "8 SMs"), ("own", "12 SMs"), ("own", "6 SMs find, 6 move"),
+    )  # fmt: skip
+    rows = []
+    for one in json.loads((RESULTS / "one-off" / "prefetch-designs.json").read_text())["cases"]:
+        off = " / ".join(f"{one[side]['off']['us']:.1f}" for side in ("shared", "own"))
+        ratios = [one[side]["off"]["us"] / one[side][name]["us"] for side, name in shown]
+        words = f"{shape_of(one)}, {one['hit']:g}, {one['predictions']}"
+        rows.append([words, off, *(f"{ratio:.2f}x" for ratio in ratios)])
+    names = (name if side == "shared" else f"own: {name}" for side, name in shown)
+    return grid(("batch x context, hit rate, predictions", "off, us", *names), rows)
+
+
 def decode_table() -> str:
     """Whole decode steps with prefetch and without."""
     result, rows = load("decode_prefetch"), []
@@ -351,6 +367,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefetch-cuda-h200": lambda: segment_table(CUDA),
     "rows moved": moved_table,
     "parts": parts_table,
+    "prefetch-designs": designs_table,
     "decode_prefetch": decode_table,
     "index_scores": scores_table,
     "host_reads": gather_table,
