@@ -155,8 +155,8 @@ def sketch_table() -> str:
 def designs_table() -> str:
     """Other ways to fetch beside the scores: speed-ups, each against no prefetch in its own run."""
     shown = (
-        ("shared", "as it is"), ("shared", "sketch"), ("shared", "sketch, 10% below"),
-        ("own", "8 SMs"), ("own", "12 SMs"), ("own", "6 SMs find, 6 move"),
+        ("shared", "as it is"), ("shared", "sketch"), ("own", "12 SMs"),
+        ("own", "6 SMs find, 6 move"), ("own", "6 SMs find, 6 move, nothing below"),
     )  # fmt: skip
     rows = []
     for one in json.loads((RESULTS / "one-off" / "prefetch-designs.json").read_text())["cases"]:
