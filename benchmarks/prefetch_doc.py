@@ -125,6 +125,49 @@ def study_table() -> str:
     return f"{grid(header, rows)}\n\n{source('prefetch-study')}"
 
 
+def sketch_table() -> str:
+    """What a sketch of the scores makes of the prediction, both recordings averaged."""
+    recordings, rows = list(load("prefetch-sketch")["recordings"].values()), []
+    for pools in zip(*recordings, strict=True):
+
+        def mean(*path: str, pools: tuple[Any, ...] = pools) -> float:
+            values = []
+            for pool in pools:
+                for key in path:
+                    pool = pool[key]
+                values.append(pool)
+            return sum(values) / len(values)
+
+        hit = mean("hit_rate")
+        plain = f"{mean('prediction', 'useful'):.2f}, {mean('prediction', 'in_vain'):.2f}"
+        rows.append([f"{hit:.2f}, the prediction alone", plain, "", ""])
+        for margin in pools[0]["sketch"]:
+            useful, vain, end, listed = (
+                mean("sketch", margin, key)
+                for key in ("useful", "in_vain", "in_the_end", "candidates_over_k")
+            )
+            words = f"{hit:.2f}, sketch, candidates from {float(margin):.0%} below"
+            rows.append([words, f"{useful:.2f}, {vain:.2f}", f"{end:.2f}", f"{listed:.2f} k"])
+    header = ("hit rate, how", "while scores are made: named, in vain", "by the end", "candidates")
+    return f"{grid(header, rows)}\n\n{source('prefetch-sketch')}"
+
+
+def designs_table() -> str:
+    """Other ways to fetch beside the scores: speed-ups, each against no prefetch in its own run."""
+    shown = (
+        ("shared", "as it is"), ("shared", "sketch"), ("own", "12 SMs"),
+        ("own", "6 SMs find, 6 move"), ("own", "6 SMs find, 6 move, nothing below"),
+    )  # fmt: skip
+    rows = []
+    for one in json.loads((RESULTS / "one-off" / "prefetch-designs.json").read_text())["cases"]:
+        off = " / ".join(f"{one[side]['off']['us']:.1f}" for side in ("shared", "own"))
+        ratios = [one[side]["off"]["us"] / one[side][name]["us"] for side, name in shown]
+        words = f"{shape_of(one)}, {one['hit']:g}, {one['predictions']}"
+        rows.append([words, off, *(f"{ratio:.2f}x" for ratio in ratios)])
+    names = (name if side == "shared" else f"own: {name}" for side, name in shown)
+    return grid(("batch x context, hit rate, predictions", "off, us", *names), rows)
+
+
 def decode_table() -> str:
     """Whole decode steps with prefetch and without."""
     result, rows = load("decode_prefetch"), []
@@ -321,9 +364,11 @@ def plot_gathers() -> None:
 
 TABLES: dict[str, Callable[[], str]] = {
     "prefetch-study": study_table,
+    "prefetch-sketch": sketch_table,
     "prefetch-cuda-h200": lambda: segment_table(CUDA),
     "rows moved": moved_table,
     "parts": parts_table,
+    "prefetch-designs": designs_table,
     "decode_prefetch": decode_table,
     "index_scores": scores_table,
     "host_reads": gather_table,
