@@ -41,10 +41,10 @@ class Recorder:
     def recalls(self) -> bool:
         return self.cache.recalls
 
-    def begin_step(self, layer: int | None = None, *, most_rows: int | None = None) -> None:
+    def begin_step(self, *, most_rows: int | None = None) -> None:
         self.calls.append(("step", 0))
         self.most_rows = most_rows
-        self.cache.begin_step(layer, most_rows=most_rows)
+        self.cache.begin_step(most_rows=most_rows)
 
     def end_step(self) -> None:
         self.cache.end_step()

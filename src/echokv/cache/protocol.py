@@ -44,11 +44,10 @@ class KVCache(Protocol):
         """Bytes of mappings and priorities, all layers: the plan's line "metadata"."""
         ...
 
-    def begin_step(self, layer: int | None = None, *, most_rows: int | None = None) -> None:
+    def begin_step(self, *, most_rows: int | None = None) -> None:
         """Start a cache step: what the previous one protected may be evicted.
 
         Args:
-            layer: the only one that this step will touch; None: any.
             most_rows: most distinct rows that it will select, write and prefetch in one layer,
                 where the caller knows; None: as many as fit.
         """

@@ -46,21 +46,19 @@ class ReadyLists:
         self.scratch = torch.empty(state.device_slots, dtype=torch.int32, device=device)
         """[N_G] int32: what the other ops may use as their slot_buffer."""
 
-    def begin_step(self, layer: int | None, most_rows: int | None) -> None:
-        """See to it that enough may leave in this step: in one layer, or in all of them.
+    def begin_step(self, most_rows: int | None) -> None:
+        """See to it that enough may leave in this step, in every layer.
 
         Args:
-            layer: which; None: all.
             most_rows: rows that the step can select and write in a layer; None: any number.
         """
-        layers = slice(None) if layer is None else slice(layer, layer + 1)
         slots = self._state.device_slots
         # What is taken in, and what is on the list but turns out to be selected: no more than that.
         self._fused.choose_victims(
             self._state.floor,
-            self._state.priority[layers],
-            self._state.slot_buffer[layers],
-            self._cursors[layers],
+            self._state.priority,
+            self._state.slot_buffer,
+            self._cursors,
             slots if most_rows is None else max(1, min(slots, most_rows)),
         )
 

@@ -44,7 +44,7 @@ class ResidentCache:
         """See `KVCache`; 5 bytes a slot."""
         return 4 * self._nowhere.numel() + self._slots
 
-    def begin_step(self, layer: int | None = None, *, most_rows: int | None = None) -> None:
+    def begin_step(self, *, most_rows: int | None = None) -> None:
         """Nothing is protected, so nothing changes."""
 
     def end_step(self) -> None:
