@@ -26,6 +26,7 @@ from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_cuda_prefetch import OnGpu
 
 from echokv.kernels.cuda import fused, recall, topk
+from echokv.kernels.reference.name_rows import name_rows
 
 CUDA = torch.device("cuda")
 
@@ -65,7 +66,12 @@ def check_topk(rows: int, width: int, k: int, *, zeros: bool = False) -> None:
     for row, length in enumerate(lens):
         scores[row, length:] = torch.nan
     context = torch.tensor(lens, dtype=torch.int32, device=CUDA)
-    positions, _ = topk.topk(scores.to(CUDA), context, k)
+    tables = torch.randperm(2 * (width // 64 + 1)).to(CUDA, torch.int32).view(2, -1)
+    owners = torch.arange(rows, dtype=torch.int32, device=CUDA) % 2
+    positions, _, *named = topk.topk_rows(scores.to(CUDA), context, k, owners, tables)
+    assert torch.equal(positions, topk.topk(scores.to(CUDA), context, k)[0])
+    for got, want in zip(named, name_rows(positions, scores.to(CUDA), owners, tables), strict=True):
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32))
     for row, length in enumerate(lens):
         order = torch.sort(scores[row, :length] + 0.0, descending=True, stable=True).indices
         want = order[:k].sort().values.to(torch.int32)
@@ -83,27 +89,35 @@ def check_prefetch(row_bytes: int, heads: int) -> None:
     on_gpu.prefetch(20, 65536 // 100, 2)
 
 
-def main() -> int:
-    """Run everything; an assertion or the sanitizer says what is wrong."""
-    parser = argparse.ArgumentParser(description="Kernels to be run under compute-sanitizer.")
-    parser.add_argument("--without-topk", action="store_true", help="the cache's kernels only")
-    options = parser.parse_args()
-    torch.manual_seed(3)
-    start = time.perf_counter()
+def check_cache(start: float) -> None:
+    """Every kernel but the top-k's; says how long after `start` each was done."""
     for row_bytes in (656, 40):
         check_resident(row_bytes, 4, 130, None)
         check_resident(row_bytes, 3, 33, 32)
         check_gather(row_bytes)
         print(f"rows of {row_bytes} B: {time.perf_counter() - start:.1f} s", flush=True)
     check_resident(656, 300, 70, 4)  # more tiles than resident blocks
+    for row_bytes, heads in ((656, 64), (1152, 32)):
+        check_prefetch(row_bytes, heads)
+        print(f"prefetch, {heads} heads: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def main() -> int:
+    """Run everything; an assertion or the sanitizer says what is wrong."""
+    parser = argparse.ArgumentParser(description="Kernels to be run under compute-sanitizer.")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--without-topk", action="store_true", help="the cache's kernels only")
+    parts.add_argument("--only-topk", action="store_true", help="none of the cache's kernels")
+    options = parser.parse_args()
+    torch.manual_seed(3)
+    start = time.perf_counter()
+    if not options.only_topk:
+        check_cache(start)
     shapes = () if options.without_topk else ((4, 5000, 300), (4, 63, 7), (2, 20_000, 1000))
     for shape in shapes:
         check_topk(*shape)
         check_topk(*shape, zeros=True)
         print(f"topk {shape}: {time.perf_counter() - start:.1f} s", flush=True)
-    for row_bytes, heads in ((656, 64), (1152, 32)):
-        check_prefetch(row_bytes, heads)
-        print(f"prefetch, {heads} heads: {time.perf_counter() - start:.1f} s", flush=True)
     torch.cuda.synchronize()
     print("all as the models say")
     return 0

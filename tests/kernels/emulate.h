@@ -298,6 +298,9 @@ DEVICE void device_fence() { emulated::maybe_yield(); }
 DEVICE void copy_async(void* to_shared, const void* from) {
   store_words(to_shared, load_words(from));
 }
+DEVICE void copy_word_async(void* to_shared, const void* from) {
+  std::memcpy(to_shared, from, 4);
+}
 DEVICE void async_wait() {}
 DEVICE void store_whole(void* to, Words words) {
   store_words(to, words);

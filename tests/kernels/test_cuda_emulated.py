@@ -12,18 +12,28 @@ from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_topk import DISTRIBUTIONS, oracle
 
 from echokv.kernels.fused_layer import STALE, TOUCHED
+from echokv.kernels.reference.name_rows import name_rows
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
 
 
 def check_topk(emulator: Emulator, scores: torch.Tensor, lens: list[int], k: int, **plan: Any):
-    positions, kth = emulator.topk(scores, torch.tensor(lens, dtype=torch.int32), k, **plan)
+    """Named, against Python's sort and the reference's names; not named, the same."""
+    (rows, width), context = scores.shape, torch.tensor(lens, dtype=torch.int32)
+    tables = torch.randperm(3 * (width // 64 + 1)).to(torch.int32).view(3, -1)
+    owners = torch.arange(rows, dtype=torch.int32) * 2 % 3
+    positions, kth, *named = emulator.topk_rows(scores, context, k, owners, tables, **plan)
     for row, length in enumerate(lens):
         want, want_kth = oracle(scores[row, : max(0, length)].tolist(), k)
         assert positions[row].tolist() == want, f"row {row} of length {length}"
         assert kth[row].item() == want_kth
         assert kth[row].item() != 0 or not torch.signbit(kth[row])
+    for got, names in zip(named, name_rows(positions, scores, owners, tables), strict=True):
+        assert torch.equal(got.view(torch.int32), names.view(torch.int32))
+    plain = emulator.topk_rows(scores, context, k, owners, tables, named=False, **plan)
+    assert torch.equal(plain[0], positions) and torch.equal(plain[1], kth)
+    assert (plain[2] == -77).all() and plain[3].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import torch
 from echokv.kernels.cuda import fetch_listed, index_scores
 from echokv.kernels.cuda import topk as selecting
 from echokv.kernels.cuda.index_scores import fetches, index_scores_prefetch
-from echokv.kernels.cuda.topk import topk
+from echokv.kernels.cuda.topk import topk_rows
 from echokv.kernels.prefetch_args import CandidateLists
 
-__all__ = ["candidate_lists", "fetches", "index_scores_prefetch", "topk"]
+__all__ = ["candidate_lists", "fetches", "index_scores_prefetch", "topk_rows"]
 
 
 def candidate_lists(device: torch.device) -> CandidateLists:

@@ -28,6 +28,16 @@ DEVICE Part part_of(const TopkArguments& a, u32 row, u32 length, u32 thread) {
 
 DEVICE u32 length_of(i32 context, i32 width) { return context < 0 ? 0 : smaller(context, width); }
 
+// Entry `at` of a row that is chosen whole.
+DEVICE void write_all(const TopkArguments& a, u32 row, u32 at, bool present) {
+  const u64 entry = u64(row) * a.k + at;
+  a.positions[entry] = present ? i32(at) : -1;
+  if (a.names.host_slots == nullptr) return;
+  const i32 tokens = BLOCK_TOKENS, block = present ? blocks_of(a, row)[at / BLOCK_TOKENS] : 0;
+  a.names.host_slots[entry] = present ? block * tokens + i32(at % BLOCK_TOKENS) : -1;
+  a.names.scores[entry] = present ? a.scores[u64(row) * a.width + at] : bits_float(0xff800000u);
+}
+
 KERNEL(TOPK_THREADS, 2) void topk(ARGUMENTS TopkArguments arguments) {
   const TopkArguments& a = arguments;
   const u32 thread = thread_index(), blocks = cluster_size(), rank = cluster_rank();
@@ -36,9 +46,8 @@ KERNEL(TOPK_THREADS, 2) void topk(ARGUMENTS TopkArguments arguments) {
   wait_for_previous();
   const u32 length = length_of(a.context_lens[row], a.width);
   if (length < k) {  // everything is chosen; the same in the whole cluster
-    i32* positions = a.positions + u64(row) * k;
     for (u32 at = rank * THREADS + thread; at < k; at += blocks * THREADS)
-      positions[at] = at < length ? i32(at) : -1;
+      write_all(a, row, at, at < length);
     if (rank == 0 && thread == 0) a.kth[row] = bits_float(0xff800000u);
     return;
   }

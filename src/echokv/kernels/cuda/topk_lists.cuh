@@ -16,7 +16,6 @@ constexpr u32 PAIRS_AT_ONCE = 4;
 constexpr u32 AT_ONCE = 6;        // groups that a warp asks for at once
 constexpr u32 FINE_BITS = 11;     // of the digit that candidates are counted by
 constexpr u32 FINE = 1 << FINE_BITS;
-constexpr u32 LOWEST = 0x007fffffu;  // key of -inf and NaN
 static_assert(FINE / THREADS % 4 == 0, "a lane reads its bins four at a time");
 
 struct Pair {
@@ -47,6 +46,7 @@ struct Lists {
   u32* above;   // one bit a place
   u32* equal;
   u32* counts;  // of both in the words before, two counts in one
+  i32* blocks;  // host blocks of the part
 };
 
 DEVICE Lists lists_after(ListShared* shared, u32 listed, u32 chunk, u32 blocks) {
@@ -54,7 +54,7 @@ DEVICE Lists lists_after(ListShared* shared, u32 listed, u32 chunk, u32 blocks) 
   u32* above = keys + 3 * listed;
   const u32 words = ceil_div(chunk, WARP);
   return {keys,          keys + listed,     blocks == 1 ? keys : keys + 2 * listed, above,
-          above + words, above + 2 * words};
+          above + words, above + 2 * words, reinterpret_cast<i32*>(above + 3 * words)};
 }
 
 // Which scores of a row are its sample: a pair in each stretch, anywhere in it, lest they beat with
@@ -316,8 +316,8 @@ DEVICE void mark(const Lists& lists, bool everything, u32 own, u32 threshold, u3
 
 // Write this block's share of the k best, in ascending position. A part of a row has fewer than
 // 2^16 marks of either kind.
-DEVICE void write_marked(const Lists& lists, ListShared* shared, bool everything, u32 own,
-                         u32 threshold, i32* positions, u32 begin, u32 words, u32 wanted,
+DEVICE void write_marked(const TopkArguments& a, const Lists& lists, ListShared* shared, u32 row,
+                         bool everything, u32 own, u32 threshold, u32 begin, u32 words, u32 wanted,
                          u32 thread) {
   const u32 lane = thread % WARP, warp = thread / WARP;
   const u32 each = ceil_div(words, THREADS), first = smaller(thread * each, words);
@@ -342,8 +342,9 @@ DEVICE void write_marked(const Lists& lists, ListShared* shared, bool everything
     const u32 lower = (1u << place % WARP) - 1, counts = lists.counts[word];
     const u32 above = shared->before[0] + (counts & 0xffff) + __popc(lists.above[word] & lower);
     const u32 equal = shared->before[1] + (counts >> 16) + __popc(lists.equal[word] & lower);
-    if (key > threshold || equal < wanted)
-      positions[above + smaller(equal, wanted)] = begin + place;
+    if (key <= threshold && equal >= wanted) continue;
+    const u32 position = begin + place, nth = position / BLOCK_TOKENS - begin / BLOCK_TOKENS;
+    write_chosen(a, row, above + smaller(equal, wanted), position, key, lists.blocks + nth);
   }
 }
 
@@ -361,6 +362,15 @@ DEVICE void clear_lists(const TopkArguments& a, u32 thread) {
   }
 }
 
+// Ask for the host blocks of this block's part; there at a barrier behind async_wait().
+DEVICE void read_blocks(const TopkArguments& a, const Part& part, const Lists& lists, u32 row,
+                        u32 thread) {
+  const i32* blocks = blocks_of(a, row);
+  const u32 first = part.begin / BLOCK_TOKENS, end = ceil_div(part.begin + part.size, BLOCK_TOKENS);
+  for (u32 at = first + thread; at < end; at += THREADS)
+    copy_word_async(lists.blocks + (at - first), blocks + at);
+}
+
 // False: the lists don't do, and nothing has been written. The same in the whole cluster.
 DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32 length,
                           u32 thread) {
@@ -376,6 +386,7 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   Words bits[AT_ONCE];
   if (!everything) read_sample(sample, scores, 0, sampled, thread);
   read_groups(part, thread / WARP, bits, lane);  // on their way while the sample is looked at
+  if (a.names.host_slots != nullptr) read_blocks(a, part, lists, row, thread);
   u32 bound = 0, shift = WARP - FINE_BITS;
   if (everything) {
     block_sync();
@@ -387,6 +398,7 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
     else if (thread == 0)
       shared->mine.count = listed + 1;  // too many
   }
+  async_wait();
   cluster_wait();
   block_sync();
   if (thread < blocks) *peer(&shared->summaries[rank], thread) = shared->mine;
@@ -401,6 +413,7 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   if (total < k || total > listed) {
     cluster_arrive();
     cluster_wait();  // everybody has read the summaries: shared memory may serve the sure way
+    block_sync();    // says within the block what the cluster has said; racecheck knows only this
     return false;
   }
   u32 wanted = k;
@@ -426,8 +439,8 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   if (lane == 0 && equal != 0) atomicAdd(&shared->before[1], equal);
   mark(lists, everything, own, threshold, thread);
   block_sync();
-  write_marked(lists, shared, everything, own, threshold, a.positions + u64(row) * k, part.begin,
-               words, wanted, thread);
+  write_marked(a, lists, shared, row, everything, own, threshold, part.begin, words, wanted,
+               thread);
   if (rank == 0 && thread == 0) a.kth[row] = bits_float(order_bits(threshold));
   cluster_wait();
   return true;
