@@ -26,7 +26,7 @@ _BINS, _LANES, _PAIRS = 256, 32, 2 * (32 + MAX_CLUSTER)
 FIXED_SHARED_BYTES = 4 * (_BINS * _LANES + 2 * MAX_CLUSTER * _BINS + _BINS + _PAIRS + 4)
 """sizeof(TopkShared); the kept keys come after it."""
 
-LIST_SHARED_BYTES = 4 * (2048 + 2 * _LANES + 2 * MAX_CLUSTER + 8)
+LIST_SHARED_BYTES = 4 * (2048 + 3 * _LANES + 2 * MAX_CLUSTER + 8)
 """sizeof(ListShared); lists and maps come after it."""
 
 BY_LISTS = True
@@ -34,8 +34,8 @@ BY_LISTS = True
 
 _WHOLE_ROW = 8192  # scores; rows up to here are listed without a bound
 _LONG_ROW = 2**18  # scores; from here more than 8 blocks are worth their slower barriers
-_MAX_SAMPLES = 16  # of a thread: MAX_PAIRS of topk.cu
-_EXPECTED = 64  # samples among the k best: EXPECTED of topk.cu
+_MAX_SAMPLES = 16  # of a thread: 4 * MAX_QUADS of topk_lists.cuh
+_EXPECTED = 64  # samples among the k best: EXPECTED of topk_lists.cuh
 
 
 class NameArguments(Arguments):
@@ -186,7 +186,8 @@ def list_of_row(width: int, chunk: int, k: int) -> tuple[int, int]:
 def list_bytes(listed: int, chunk: int) -> int:
     """Shared memory of a block for so long a list and so many scores."""
     blocks = chunk // BLOCK_TOKENS + 2  # one begun at either end
-    return LIST_SHARED_BYTES + 4 * (3 * listed + 3 * -(-chunk // _LANES) + blocks)
+    lists = 2 * listed + -(-4 * listed // 3) + MAX_CLUSTER  # own keys and places, everybody's keys
+    return LIST_SHARED_BYTES + 4 * (lists + 2 * -(-chunk // _LANES) + blocks)
 
 
 def part_of_row(width: int, cluster: int) -> tuple[int, int, int]:

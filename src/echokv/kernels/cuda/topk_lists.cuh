@@ -10,17 +10,14 @@
 #pragma once
 #include "topk_part.cuh"
 
-constexpr u32 MAX_PAIRS = 8;      // of samples of a thread
+constexpr u32 MAX_QUADS = 4;      // of samples of a thread
 constexpr float EXPECTED = 64;    // samples among the k best, where a thread takes so few
-constexpr u32 PAIRS_AT_ONCE = 4;
+constexpr u32 QUADS_AT_ONCE = 2;
 constexpr u32 AT_ONCE = 6;        // groups that a warp asks for at once
 constexpr u32 FINE_BITS = 11;     // of the digit that candidates are counted by
 constexpr u32 FINE = 1 << FINE_BITS;
+constexpr u32 LOWEST = 0x007fffffu;  // key of -inf and NaN
 static_assert(FINE / THREADS % 4 == 0, "a lane reads its bins four at a time");
-
-struct Pair {
-  u32 first, second;
-};
 
 struct Summary {  // of a block's list
   u32 count, highest;
@@ -32,68 +29,70 @@ struct ListShared {
   u32 sums[WARP];  // one for each warp
   Summary summaries[MAX_CLUSTER];
   Summary mine;
-  u32 before[2];   // above and equal to the k-th key in the blocks before this one
-  u32 last[WARP];  // the candidates that share the k-th key's digits, where they are few
+  u32 before[2];   // above and equal to the k-th key's digits in the blocks before this one
+  u32 last[WARP];  // the candidates that share those digits, where they are few
+  u32 places[WARP];  // of those: where in this block's part, or EARLIER or LATER
   u32 last_count;
   u32 unused[3];
 };
-static_assert(sizeof(ListShared) == 8608, "LIST_SHARED_BYTES of topk.py");
+static_assert(sizeof(ListShared) == 8736, "LIST_SHARED_BYTES of topk.py");
 
 struct Lists {
   u32* keys;    // of this block's part, those above the bound, in any order
   u32* places;  // where in the part; not used where everything is listed, in order
-  u32* all;     // everybody's keys, in the order of the blocks
+  u32* all;     // everybody's keys, a segment each
   u32* above;   // one bit a place
   u32* equal;
-  u32* counts;  // of both in the words before, two counts in one
   i32* blocks;  // host blocks of the part
+  u32 segment;  // keys that a block sends to all others; of longer lists they read the rest
 };
 
 DEVICE Lists lists_after(ListShared* shared, u32 listed, u32 chunk, u32 blocks) {
   u32* keys = reinterpret_cast<u32*>(shared + 1);
-  u32* above = keys + 3 * listed;
-  const u32 words = ceil_div(chunk, WARP);
-  return {keys,          keys + listed,     blocks == 1 ? keys : keys + 2 * listed, above,
-          above + words, above + 2 * words, reinterpret_cast<i32*>(above + 3 * words)};
+  const u32 words = ceil_div(chunk, WARP), segment = ceil_div(4 * listed, 3 * blocks);
+  u32* above = keys + 2 * listed + segment * blocks;
+  return {keys, keys + listed, blocks == 1 ? keys : keys + 2 * listed, above, above + words,
+          reinterpret_cast<i32*>(above + 2 * words), segment};
 }
 
-// Which scores of a row are its sample: a pair in each stretch, anywhere in it, lest they beat with
-// a period of the scores. Every warp has WARPS-th pairs, from the whole row. (One request to memory
-// a pair: their number is what a sample costs.)
+// Which scores of a row are its sample: four in each stretch, anywhere in it, lest they beat with a
+// period of the scores. Every warp has WARPS-th quads, from the whole row. (One request to memory a
+// quad: their number is what a sample costs.)
 struct Sample {
-  u32 each;  // pairs of a thread
+  u32 each;  // quads of a thread
   u32 stride;
 };
 
 DEVICE Sample sample_of(u32 length, u32 k) {
-  const u32 enough = u32(EXPECTED * float(length) / (2 * float(k) * THREADS)) + 1;
-  const u32 each = smaller(smaller(enough, MAX_PAIRS), length / (2 * THREADS));
+  const u32 enough = u32(EXPECTED * float(length) / (4 * float(k) * THREADS)) + 1;
+  const u32 each = smaller(smaller(enough, MAX_QUADS), length / (4 * THREADS));
   return {each, each == 0 ? 0 : length / (each * THREADS)};
 }
 
-DEVICE void read_sample(const Sample& sample, const float* scores, u32 first, Pair* bits,
+DEVICE void read_sample(const Sample& sample, const float* scores, u32 first, Words* bits,
                         u32 thread) {
-  const bool aligned = reinterpret_cast<u64>(scores) % sizeof(Pair) == 0;
+  const bool aligned = reinterpret_cast<u64>(scores) % sizeof(Words) == 0;
 #pragma unroll
-  for (u32 i = 0; i < PAIRS_AT_ONCE; i++) {
+  for (u32 i = 0; i < QUADS_AT_ONCE; i++) {
     const u32 number = ((first + i) * WARP + thread % WARP) * WARPS + thread / WARP;
-    const u32 within = u32(u64(number * 0x9e3779b1u) * (sample.stride - 1) >> 32);
+    const u32 within = u32(u64(number * 0x9e3779b1u) * (sample.stride - 3) >> 32);
     const u32 at = number * sample.stride + within;
-    bits[i] = {ALL_LANES, ALL_LANES};  // NaNs
+    bits[i] = {ALL_LANES, ALL_LANES, ALL_LANES, ALL_LANES};  // NaNs
     if (first + i >= sample.each) continue;
     if (aligned)
-      bits[i] = *reinterpret_cast<const Pair*>(scores + at / 2 * 2);
+      bits[i] = load_words(scores + at / 4 * 4);
     else
-      bits[i] = {float_bits(scores[at]), float_bits(scores[at + 1])};
+      bits[i] = {float_bits(scores[at]), float_bits(scores[at + 1]), float_bits(scores[at + 2]),
+                 float_bits(scores[at + 3])};
   }
 }
 
 // A bound above which more than k keys of the row lie, though not many more; most likely: the mean
 // of what each warp finds at the wanted rank of its samples. `bits` are a thread's first ones.
 DEVICE u32 sampled_bound(const Sample& sample, ListShared* shared, const float* scores, u32 length,
-                         u32 k, Pair* bits, u32 thread) {
+                         u32 k, Words* bits, u32 thread) {
   const u32 lane = thread % WARP;
-  const float expected = float(k) * float(2 * sample.each * THREADS) / float(length);
+  const float expected = float(k) * float(4 * sample.each * THREADS) / float(length);
   const u32 rank = u32((expected + 5 * sqrtf(expected) + 4) / WARPS) + 1;
   u32 best = 0, second = 0;  // of this lane: a third among the warp's best is rare, and lowers it
   const auto keep = [&](u32 key) {
@@ -101,12 +100,14 @@ DEVICE u32 sampled_bound(const Sample& sample, ListShared* shared, const float* 
     best = best > key ? best : key;
     second = second > lower ? second : lower;
   };
-  for (u32 first = 0; first < sample.each; first += PAIRS_AT_ONCE) {
+  for (u32 first = 0; first < sample.each; first += QUADS_AT_ONCE) {
     if (first != 0) read_sample(sample, scores, first, bits, thread);
 #pragma unroll
-    for (u32 i = 0; i < PAIRS_AT_ONCE; i++) {
-      keep(order_key(bits[i].first));
-      keep(order_key(bits[i].second));
+    for (u32 i = 0; i < QUADS_AT_ONCE; i++) {
+      keep(order_key(bits[i].x));
+      keep(order_key(bits[i].y));
+      keep(order_key(bits[i].z));
+      keep(order_key(bits[i].w));
     }
   }
   u32 found = 0;
@@ -250,101 +251,163 @@ DEVICE void list_everything(const Part& part, const Lists& lists, ListShared* sh
   if (thread == 0) shared->mine = {part.size, ALL_LANES};
 }
 
-// Everybody's candidates to this block, counting their first digit above the bound. Lane i of each
-// warp knows the length of block i's list, and how many come before it.
-DEVICE void gather_candidates(const Lists& lists, ListShared* shared, u32 blocks, u32 count,
-                              u32 before, u32 bound, u32 shift, u32 thread) {
+// Everybody's lists, as far as a lane knows: lane i of each warp has the length of block i's, and
+// where in `all` its keys are.
+struct Everybody {
+  u32 blocks, count, start;
+};
+
+// Call visit(place in `all`, block, place in its list) for each of everybody's candidates.
+template <typename Visit>
+DEVICE void for_each_candidate(const Everybody& every, u32 thread, Visit visit) {
   const u32 lane = thread % WARP, warp = thread / WARP;
-  const u32 warps_each = WARPS > blocks ? WARPS / blocks : 1;
-  for (u32 other = warp / warps_each; other < blocks; other += WARPS) {
-    const u32 size = __shfl_sync(ALL_LANES, count, other);
-    u32* target = lists.all + __shfl_sync(ALL_LANES, before, other);
-    const u32* source = peer(lists.keys, other);
+  const u32 warps_each = WARPS > every.blocks ? WARPS / every.blocks : 1;
+  for (u32 other = warp / warps_each; other < every.blocks; other += WARPS) {
+    const u32 start = __shfl_sync(ALL_LANES, every.start, other);
+    const u32 count = __shfl_sync(ALL_LANES, every.count, other);
 #pragma unroll 4
-    for (u32 at = warp % warps_each * WARP + lane; at < size; at += warps_each * WARP) {
-      const u32 key = source[at];
-      target[at] = key;
-      count_fine(shared, (key - bound) >> shift);
-    }
+    for (u32 at = warp % warps_each * WARP + lane; at < count; at += warps_each * WARP)
+      visit(start + at, other, at);
   }
 }
 
-// The wanted-th key from above of everybody's, whose first digit is counted; takes what lies above
-// it off `wanted`.
-DEVICE u32 kth_of_all(const Lists& lists, ListShared* shared, u32 total, u32 bound, u32 shift,
-                      u32* wanted, u32 thread) {
-  u32 sharing, prefix = fine_digit(shared, wanted, &sharing, thread);
-  while (shift > 0 && sharing > WARP) {
+// This block's list to everybody, if it fits a segment.
+DEVICE void send_list(const Lists& lists, ListShared* shared, u32 blocks, u32 rank, u32 thread) {
+  const Summary mine = shared->mine;
+  if (mine.count <= lists.segment && blocks > 1)
+    for (u32 at = thread; at < mine.count; at += THREADS) {
+      const u32 key = lists.keys[at];
+      for (u32 other = 0; other < blocks; other++)
+        *peer(lists.all + rank * lists.segment + at, other) = key;
+    }
+  if (thread < blocks) *peer(&shared->summaries[rank], thread) = mine;
+}
+
+// Lists that don't all fit their segments, from where they are.
+DEVICE void gather_candidates(const Lists& lists, const Everybody& every, u32 thread) {
+  for_each_candidate(every, thread, [&](u32 at, u32 other, u32 nth) {
+    lists.all[at] = peer(lists.keys, other)[nth];
+  });
+}
+
+// The k-th key, as far as it is known before those that share its digits are sorted out.
+struct Kth {
+  u32 bound, shift, prefix;  // (key - bound) >> shift == prefix
+  u32 sharing;               // so many keys; no more than WARP, unless shift is 0
+  u32 wanted;                // so many of them are among the k best
+};
+
+DEVICE Kth digits_of_kth(const Lists& lists, ListShared* shared, const Everybody& every, u32 k,
+                         u32 bound, u32 shift, u32 thread) {
+  Kth kth = {bound, shift, 0, 0, k};
+  kth.prefix = fine_digit(shared, &kth.wanted, &kth.sharing, thread);
+  while (kth.shift > 0 && kth.sharing > WARP) {
     block_sync();  // everybody has read the histogram
     for (u32 i = thread * 4; i < FINE; i += THREADS * 4)
       store_words(shared->histogram + i, {0, 0, 0, 0});
     block_sync();
-    const u32 step = smaller(shift, FINE_BITS), above = shift;
-    shift -= step;
-    for (u32 at = thread; at < total; at += THREADS) {
+    const u32 step = smaller(kth.shift, FINE_BITS), above = kth.shift;
+    kth.shift -= step;
+    for_each_candidate(every, thread, [&](u32 at, u32, u32) {
       const u32 key = lists.all[at] - bound;
-      if (key >> above == prefix) count_fine(shared, key >> shift & ((1u << step) - 1));
-    }
-    prefix = prefix << step | fine_digit(shared, wanted, &sharing, thread);
+      if (key >> above == kth.prefix) count_fine(shared, key >> kth.shift & ((1u << step) - 1));
+    });
+    kth.prefix = kth.prefix << step | fine_digit(shared, &kth.wanted, &kth.sharing, thread);
   }
-  if (shift == 0) return bound + prefix;
-  for (u32 at = thread; at < total; at += THREADS) {
-    const u32 key = lists.all[at];
-    if ((key - bound) >> shift == prefix) shared->last[atomicAdd(&shared->last_count, 1u)] = key;
-  }
-  block_sync();
-  return rank_few(shared->last, sharing, wanted, thread % WARP);
+  return kth;
 }
 
-// Mark in the maps which of this block's candidates are above or equal to the k-th key.
-DEVICE void mark(const Lists& lists, bool everything, u32 own, u32 threshold, u32 thread) {
-  if (everything) {
-    for (u32 start = thread / WARP * WARP; start < own; start += THREADS) {
-      const u32 at = start + thread % WARP, key = at < own ? lists.keys[at] : 0;
-      const u32 above = __ballot_sync(ALL_LANES, key > threshold);
-      const u32 equal = __ballot_sync(ALL_LANES, key == threshold);
-      if (thread % WARP == 0) lists.above[at / WARP] = above, lists.equal[at / WARP] = equal;
-    }
-    return;
+constexpr u32 EARLIER = 0xffffffffu, LATER = 0xfffffffeu;  // in a part before or after this one
+
+DEVICE void add_last(ListShared* shared, u32 key, u32 place) {
+  const u32 at = atomicAdd(&shared->last_count, 1u);
+  shared->last[at] = key;
+  shared->places[at] = place;
+}
+
+// Mark in the maps which of this block's candidates are among the k best by the digits that are
+// known, and count those of the blocks before; who shares the k-th key's digits is noted.
+DEVICE void mark(const Lists& lists, ListShared* shared, const Everybody& every, const Kth& kth,
+                 bool everything, u32 own, u32 rank, u32 thread) {
+  const u32 lane = thread % WARP;
+  u32 above = 0, equal = 0;
+  for_each_candidate(every, thread, [&](u32 at, u32 other, u32) {
+    if (other == rank) return;
+    const u32 key = lists.all[at], digits = (key - kth.bound) >> kth.shift;
+    if (kth.shift > 0 && digits == kth.prefix) add_last(shared, key, other < rank ? EARLIER : LATER);
+    if (other > rank) return;
+    above += digits > kth.prefix;
+    equal += kth.shift == 0 && digits == kth.prefix;
+  });
+  if (rank > 0) {
+    above = __reduce_add_sync(ALL_LANES, above);
+    equal = __reduce_add_sync(ALL_LANES, equal);
+    if (lane == 0 && above != 0) atomicAdd(&shared->before[0], above);
+    if (lane == 0 && equal != 0) atomicAdd(&shared->before[1], equal);
   }
-  for (u32 at = thread; at < own; at += THREADS) {
-    const u32 key = lists.keys[at], place = lists.places[at];
-    if (key >= threshold)
-      atomicOr((key > threshold ? lists.above : lists.equal) + place / WARP, 1u << place % WARP);
+  for (u32 start = thread / WARP * WARP; start < own; start += THREADS) {
+    const u32 at = start + lane, key = at < own ? lists.keys[at] : 0;
+    const u32 digits = (key - kth.bound) >> kth.shift;
+    const bool is_above = at < own && digits > kth.prefix;
+    const bool shares = at < own && digits == kth.prefix;
+    const u32 place = everything || at >= own ? at : lists.places[at];
+    if (shares && kth.shift > 0) add_last(shared, key, place);
+    if (everything) {
+      const u32 ups = __ballot_sync(ALL_LANES, is_above);
+      const u32 ties = __ballot_sync(ALL_LANES, shares && kth.shift == 0);
+      if (lane == 0) lists.above[start / WARP] = ups, lists.equal[start / WARP] = ties;
+    } else if (is_above || (shares && kth.shift == 0)) {
+      atomicOr((is_above ? lists.above : lists.equal) + place / WARP, 1u << place % WARP);
+    }
   }
 }
 
-// Write this block's share of the k best, in ascending position. A part of a row has fewer than
-// 2^16 marks of either kind.
-DEVICE void write_marked(const TopkArguments& a, const Lists& lists, ListShared* shared, u32 row,
-                         bool everything, u32 own, u32 threshold, u32 begin, u32 words, u32 wanted,
-                         u32 thread) {
+constexpr u32 UNIT = 8;  // places that a thread looks at together
+
+// Write this block's share of the k best, in ascending position, and the k-th score. A part of a
+// row has fewer than 2^16 marks of either kind.
+DEVICE void write_marked(const TopkArguments& a, const Lists& lists, ListShared* shared,
+                         const Part& part, const Kth& kth, u32 row, u32 rank, u32 thread) {
   const u32 lane = thread % WARP, warp = thread / WARP;
-  const u32 each = ceil_div(words, THREADS), first = smaller(thread * each, words);
-  const u32 last = smaller(first + each, words);
+  const u32 units = ceil_div(part.size, UNIT), each = ceil_div(units, THREADS);
+  const u32 first = smaller(thread * each, units), last = smaller(first + each, units);
+  u8* const above = reinterpret_cast<u8*>(lists.above);
+  u8* const equal = reinterpret_cast<u8*>(lists.equal);
+  u32 threshold = kth.bound + kth.prefix, wanted = kth.wanted;
+  u32 before = shared->before[0], ties_before = shared->before[1];
+  if (kth.shift > 0) {
+    threshold = rank_few(shared->last, kth.sharing, &wanted, lane);
+    const u32 key = lane < kth.sharing ? shared->last[lane] : 0;
+    const u32 place = lane < kth.sharing ? shared->places[lane] : LATER;
+    before += __popc(__ballot_sync(ALL_LANES, place == EARLIER && key > threshold));
+    ties_before += __popc(__ballot_sync(ALL_LANES, place == EARLIER && key == threshold));
+    u32 here = __ballot_sync(ALL_LANES, place < LATER && key >= threshold);
+    for (; here != 0; here &= here - 1) {
+      const u32 from = __ffs(here) - 1, at = __shfl_sync(ALL_LANES, place, from);
+      u8* const map = __shfl_sync(ALL_LANES, key, from) > threshold ? above : equal;
+      if (first <= at / UNIT && at / UNIT < last) map[at / UNIT] |= 1u << at % UNIT;
+    }
+  }
+  if (rank == 0 && thread == 0) a.kth[row] = bits_float(order_bits(threshold));
   u32 mine = 0, ignored;
-  for (u32 word = first; word < last; word++)
-    mine += __popc(lists.above[word]) | __popc(lists.equal[word]) << 16;
+  for (u32 unit = first; unit < last; unit++)
+    mine += __popc(above[unit]) | __popc(equal[unit]) << 16;
   const u32 before_in_warp = lanes_before(mine, lane, &ignored);
   if (lane == WARP - 1) shared->sums[warp] = before_in_warp + mine;
   block_sync();
   const u32 warps_before = lanes_before(lane < WARPS ? shared->sums[lane] : 0, lane, &ignored);
-  u32 before = before_in_warp + __shfl_sync(ALL_LANES, warps_before, warp);
-  for (u32 word = first; word < last; word++) {
-    lists.counts[word] = before;
-    before += __popc(lists.above[word]) | __popc(lists.equal[word]) << 16;
-  }
-  block_sync();
-  for (u32 at = thread; at < own; at += THREADS) {
-    const u32 key = lists.keys[at];
-    if (key < threshold) continue;
-    const u32 place = everything ? at : lists.places[at], word = place / WARP;
-    const u32 lower = (1u << place % WARP) - 1, counts = lists.counts[word];
-    const u32 above = shared->before[0] + (counts & 0xffff) + __popc(lists.above[word] & lower);
-    const u32 equal = shared->before[1] + (counts >> 16) + __popc(lists.equal[word] & lower);
-    if (key <= threshold && equal >= wanted) continue;
-    const u32 position = begin + place, nth = position / BLOCK_TOKENS - begin / BLOCK_TOKENS;
-    write_chosen(a, row, above + smaller(equal, wanted), position, key, lists.blocks + nth);
+  const u32 block_before = before_in_warp + __shfl_sync(ALL_LANES, warps_before, warp);
+  before += block_before & 0xffff, ties_before += block_before >> 16;
+  for (u32 unit = first; unit < last; unit++) {
+    const u32 ties = equal[unit];
+    for (u32 bits = above[unit] | ties; bits != 0; bits &= bits - 1) {
+      const u32 bit = __ffs(bits) - 1, position = part.begin + unit * UNIT + bit;
+      const bool tie = ties >> bit & 1;
+      if (!tie || ties_before < wanted)
+        write_chosen(a, row, before + smaller(ties_before, wanted), position,
+                     lists.blocks + position / BLOCK_TOKENS - part.begin / BLOCK_TOKENS);
+      before += !tie, ties_before += tie;
+    }
   }
 }
 
@@ -376,13 +439,13 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
                           u32 thread) {
   ListShared* shared = reinterpret_cast<ListShared*>(shared_memory());
   const u32 lane = thread % WARP, blocks = cluster_size(), rank = cluster_rank(), k = a.k;
-  const u32 words = ceil_div(part.size, WARP), listed = a.listed;
+  const u32 listed = a.listed;
   const bool everything = length <= listed;
   const Lists lists = lists_after(shared, listed, a.chunk, blocks);
   cluster_arrive();  // nothing may be sent to a block that hasn't started
   const float* scores = a.scores + u64(row) * a.width;
   const Sample sample = everything ? Sample{0, 0} : sample_of(length, k);
-  Pair sampled[PAIRS_AT_ONCE];
+  Words sampled[QUADS_AT_ONCE];
   Words bits[AT_ONCE];
   if (!everything) read_sample(sample, scores, 0, sampled, thread);
   read_groups(part, thread / WARP, bits, lane);  // on their way while the sample is looked at
@@ -401,14 +464,14 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   async_wait();
   cluster_wait();
   block_sync();
-  if (thread < blocks) *peer(&shared->summaries[rank], thread) = shared->mine;
+  send_list(lists, shared, blocks, rank, thread);
   cluster_arrive();
   cluster_wait();
 
   Summary one = {0, 0};
   if (lane < blocks) one = shared->summaries[lane];
   u32 total;
-  const u32 all_before = lanes_before(one.count, lane, &total);
+  const u32 before = lanes_before(one.count, lane, &total);
   const u32 highest = __reduce_max_sync(ALL_LANES, one.highest);
   if (total < k || total > listed) {
     cluster_arrive();
@@ -416,32 +479,26 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
     block_sync();    // says within the block what the cluster has said; racecheck knows only this
     return false;
   }
-  u32 wanted = k;
   if (!everything) {
     const u32 digits = WARP - __clz(highest - bound);
     shift = digits > FINE_BITS ? digits - FINE_BITS : 0;
   }
-  if (!everything || blocks > 1)
-    gather_candidates(lists, shared, blocks, one.count, all_before, bound, shift, thread);
-  cluster_arrive();  // this block reads no more
-  const u32 threshold = kth_of_all(lists, shared, total, bound, shift, &wanted, thread);
-
-  const u32 before = __shfl_sync(ALL_LANES, all_before, rank);
-  const u32 own = __shfl_sync(ALL_LANES, one.count, rank);
-  u32 above = 0, equal = 0;
-  for (u32 at = thread; at < before; at += THREADS) {
-    above += lists.all[at] > threshold;
-    equal += lists.all[at] == threshold;
+  const bool sent = !__any_sync(ALL_LANES, one.count > lists.segment) || blocks == 1;
+  const Everybody every = {blocks, one.count, sent ? lane * lists.segment : before};
+  if (!sent) {
+    gather_candidates(lists, every, thread);
+    cluster_arrive();  // this block reads no more
+    block_sync();
   }
-  above = __reduce_add_sync(ALL_LANES, above);
-  equal = __reduce_add_sync(ALL_LANES, equal);
-  if (lane == 0 && above != 0) atomicAdd(&shared->before[0], above);
-  if (lane == 0 && equal != 0) atomicAdd(&shared->before[1], equal);
-  mark(lists, everything, own, threshold, thread);
+  if (!everything || blocks > 1)
+    for_each_candidate(every, thread, [&](u32 at, u32, u32) {
+      count_fine(shared, (lists.all[at] - bound) >> shift);
+    });
+  const Kth kth = digits_of_kth(lists, shared, every, k, bound, shift, thread);
+  const u32 own = __shfl_sync(ALL_LANES, one.count, rank);
+  mark(lists, shared, every, kth, everything, own, rank, thread);
   block_sync();
-  write_marked(a, lists, shared, row, everything, own, threshold, part.begin, words, wanted,
-               thread);
-  if (rank == 0 && thread == 0) a.kth[row] = bits_float(order_bits(threshold));
-  cluster_wait();
+  write_marked(a, lists, shared, part, kth, row, rank, thread);
+  if (!sent) cluster_wait();
   return true;
 }
