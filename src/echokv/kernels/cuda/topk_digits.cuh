@@ -123,6 +123,10 @@ DEVICE u32 equal_to(Words keys, u32 threshold) {
          u32(keys.w == threshold) << 3;
 }
 
+DEVICE u32 key_of(Words keys, u32 i) {
+  return i & 2 ? (i & 1 ? keys.w : keys.z) : (i & 1 ? keys.y : keys.x);
+}
+
 DEVICE void topk_by_digits(const TopkArguments& a, const Part& part, u32 row, u32 thread) {
   TopkShared* shared = reinterpret_cast<TopkShared*>(shared_memory());
   const u32 lane = thread % WARP, warp = thread / WARP;
@@ -190,8 +194,8 @@ DEVICE void topk_by_digits(const TopkArguments& a, const Part& part, u32 row, u3
   }
 
   const i32* host_blocks = a.names.host_slots != nullptr ? blocks_of(a, row) : nullptr;
-  const auto write = [&](u32 at, u32 position) {
-    write_chosen(a, row, at, position, host_blocks + position / BLOCK_TOKENS);
+  const auto write = [&](u32 at, u32 position, u32 key) {
+    write_chosen(a, row, at, position, key, host_blocks + position / BLOCK_TOKENS);
   };
   for_each_group(part, held, lane, [&](const Words& keys, u32 at) {
     const u32 is_above = above_of(keys, threshold), is_equal = equal_to(keys, threshold);
@@ -204,7 +208,7 @@ DEVICE void topk_by_digits(const TopkArguments& a, const Part& part, u32 row, u3
     for (u32 i = 0; i < 4; i++) {
       const bool tie = is_equal >> i & 1;
       if ((is_above >> i & 1) || (tie && my_equal < wanted))
-        write(my_above + smaller(my_equal, wanted), part.begin + at + i);
+        write(my_above + smaller(my_equal, wanted), part.begin + at + i, key_of(keys, i));
       my_above += is_above >> i & 1;
       my_equal += tie;
     }

@@ -30,9 +30,14 @@ struct TopkArguments {
   i32 chunk;    // most scores of a row that a block looks at, a multiple of 4
   i32 cached;   // of those, how many the sure way keeps, a multiple of 4
   i32 listed;   // most keys of the lists together, at least THREADS; 0: only the sure way
+  i32 segment;  // keys that a block sends to all others; longer lists they read. A multiple of 4
+  float quads_a_score;  // samples of a thread for each score of a row
 };
 
-constexpr u32 BLOCK_TOKENS = 64;  // memory/slots.py
+constexpr u32 BLOCK_TOKENS = 64;      // memory/slots.py
+constexpr u32 LOWEST = 0x007fffffu;   // key of -inf and NaN
+constexpr u32 ZERO = 0x80000000u;     // of 0.0 and -0.0
+constexpr u32 HIGHEST = 0xff800000u;  // of inf
 
 // A block's part of a row, and the groups of it that this warp looks at.
 struct Part {
@@ -70,11 +75,14 @@ DEVICE const i32* blocks_of(const TopkArguments& a, u32 row) {
   return a.names.block_tables + a.names.request_rows[row] * a.names.num_blocks;
 }
 
-// Entry `at` of a row's k is this position, in this host block (looked at if named).
-DEVICE void write_chosen(const TopkArguments& a, u32 row, u32 at, u32 position, const i32* block) {
+// Entry `at` of a row's k is this position, of this key, in this host block (looked at if named).
+DEVICE void write_chosen(const TopkArguments& a, u32 row, u32 at, u32 position, u32 key,
+                         const i32* block) {
   const u64 entry = u64(row) * a.k + at;
   a.positions[entry] = position;
   if (a.names.host_slots == nullptr) return;
   a.names.host_slots[entry] = *block * i32(BLOCK_TOKENS) + i32(position % BLOCK_TOKENS);
-  a.names.scores[entry] = a.scores[u64(row) * a.width + position];
+  const bool many = key == LOWEST || key == ZERO;  // of these keys there are several scores
+  a.names.scores[entry] =
+      many ? a.scores[u64(row) * a.width + position] : bits_float(order_bits(key));
 }
