@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from cache_state import CacheState, Selected
@@ -298,11 +298,16 @@ def victim_times(bench: Bench) -> list[dict[str, Any]]:
     return results
 
 
+Way = Literal["in line", "beside", "with the selection"]
+"""How a step appends and recalls."""
+
+
 class DecodeStep:
     """The cache's part of a decode step over some layers, beside products like a model's.
 
     A layer writes its new rows, reads 151 MB (for scores and top-k), makes its selection resident,
-    reads 75 MB (for what the query still needs), and then the rows would be read.
+    makes its absorbed query by the engine's products of DeepSeek-V3.2's shapes, and then the rows
+    would be read.
     """
 
     def __init__(self, bench: Bench, state: CacheState, batch: int, misses: int, span: int) -> None:
@@ -316,14 +321,20 @@ class DecodeStep:
         self.rows = torch.zeros((batch, 656), dtype=torch.uint8, device=DEVICE)
         half = torch.bfloat16
         self.hidden = torch.randn(batch, 1536, device=DEVICE, dtype=half)
-        self.weights = [torch.randn(1536, 24_576, device=DEVICE, dtype=half) for _ in range(3)]
-        here, beside = False, True
-        ways: dict[str, tuple[bool | None, bool | None]] = {
-            "begin alone": (None, None), "append in line": (here, None),
-            "append beside": (beside, None), "recall in line": (None, here),
-            "recall beside": (None, beside), "inline": (here, here), "beside": (beside, beside),
-            "append in line, recall beside": (here, beside),
-            "append beside, recall in line": (beside, here),
+        self.weights = [torch.randn(1536, 24_576, device=DEVICE, dtype=half) for _ in range(2)]
+        self.fp8 = bench.cuda.fp8
+        self.q_b = [
+            torch.randn(24_576, 1536, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(LAYERS)
+        ]
+        self.scales = torch.rand(24_576 // 128, 1536 // 128, device=DEVICE)
+        self.absorb = torch.randn(LAYERS, 128, 128, 512, device=DEVICE, dtype=half)
+        self.query = torch.empty(batch, 128, 512, device=DEVICE, dtype=half)
+        ways: dict[str, tuple[Way | None, Way | None]] = {
+            "begin alone": (None, None), "append in line": ("in line", None),
+            "append beside": ("beside", None), "recall in line": (None, "in line"),
+            "recall beside": (None, "beside"), "inline": ("in line", "in line"),
+            "append beside, recall beside": ("beside", "beside"),
+            "beside": ("with the selection", "beside"),
         }  # fmt: skip
         self.runs: dict[str, Run] = {"none": self._work}
         for name, (append, recall) in ways.items():
@@ -335,25 +346,36 @@ class DecodeStep:
         self.new.copy_(self.state.shuffled(HOST_SLOTS)[: self.batch])
 
     def _work(self) -> None:
-        for _ in range(LAYERS):
-            for weight in self.weights:
-                torch.mm(self.hidden, weight)
+        for layer in range(LAYERS):
+            self._before_selection()
+            self._make_query(layer)
 
-    def _run(self, append: bool | None, recall: bool | None) -> None:
-        """One step; each part beside the products (True), in line with them, or (None) left out."""
+    def _before_selection(self) -> None:
+        for weight in self.weights:
+            torch.mm(self.hidden, weight)
+
+    def _make_query(self, layer: int) -> None:
+        heads = self.fp8.fp8_linear(self.hidden, self.q_b[layer], self.scales)
+        nope = heads.view(self.batch, 128, 192)[:, :, :128].transpose(0, 1)
+        torch.bmm(nope, self.absorb[layer], out=self.query.transpose(0, 1))
+
+    def _run(self, append: Way | None, recall: Way | None) -> None:
+        """One step; each part beside the products, in line with them, or (None) left out."""
         manager, scores = self.state.manager, self.recall.scores
         manager.begin_step(most_rows=self.batch * (TOPK + 1))
         for layer in range(LAYERS):
             if append is not None:
-                manager.append(layer, self.new, self.rows, keep=self.batch, beside=append)
-            for weight in self.weights[:2]:
-                torch.mm(self.hidden, weight)
+                manager.append(
+                    layer, self.new, self.rows, keep=self.batch, beside=append == "beside",
+                    until_selected=append == "with the selection",
+                )  # fmt: skip
+            self._before_selection()
             wanted = self.recall.wanted[layer]
-            if recall:
+            if recall == "beside":
                 manager.recall_ahead(layer, wanted, scores)
             elif recall is not None:
                 manager.make_resident(layer, wanted, scores)
-            torch.mm(self.hidden, self.weights[2])
+            self._make_query(layer)
             manager.wait()
         manager.end_step()
 

@@ -31,7 +31,9 @@ from echokv.kernels.reference.name_rows import name_rows
 CUDA = torch.device("cuda")
 
 
-def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None:
+def check_resident(
+    row_bytes: int, rows: int, k: int, lanes: int | None, *, beside: bool = False
+) -> None:
     """Victims, append and make_resident of one layer through three steps."""
     rng = random.Random(row_bytes * rows)
     floor, slots = 4096, 600
@@ -43,7 +45,10 @@ def check_resident(row_bytes: int, rows: int, k: int, lanes: int | None) -> None
             under_test.begin(fused, floor, 200)
         under_test.append(fused, [-1, *rng.sample(range(1200), 40)], floor)
         wanted = selection(rng, rng.sample(range(1200), 250), rows, k)
-        under_test.fetch(fused, wanted, torch.randn(wanted.shape), floor, lanes=lanes)
+        new = rng.sample(range(1200), 20) if step else None
+        under_test.fetch(
+            fused, wanted, torch.randn(wanted.shape), floor, lanes=lanes, new=new, beside=beside
+        )
         floor += 8
 
 
@@ -94,9 +99,11 @@ def check_cache(start: float) -> None:
     for row_bytes in (656, 40):
         check_resident(row_bytes, 4, 130, None)
         check_resident(row_bytes, 3, 33, 32)
+        check_resident(row_bytes, 16, 300, None, beside=True)
         check_gather(row_bytes)
         print(f"rows of {row_bytes} B: {time.perf_counter() - start:.1f} s", flush=True)
-    check_resident(656, 300, 70, 4)  # more tiles than resident blocks
+    for beside in (False, True):
+        check_resident(656, 300, 70, 4, beside=beside)  # more tiles than resident blocks
     for row_bytes, heads in ((656, 64), (1152, 32)):
         check_prefetch(row_bytes, heads)
         print(f"prefetch, {heads} heads: {time.perf_counter() - start:.1f} s", flush=True)

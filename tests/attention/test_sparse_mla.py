@@ -56,9 +56,12 @@ class Recorder:
         *,
         keep: int,
         beside: bool = False,
+        until_selected: bool = False,
     ) -> None:
         self.calls.append(("append", keep))
-        self.cache.append(layer, host_slots, rows, keep=keep, beside=beside)
+        self.cache.append(
+            layer, host_slots, rows, keep=keep, beside=beside, until_selected=until_selected
+        )
 
     def make_resident(
         self,

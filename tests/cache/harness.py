@@ -34,14 +34,24 @@ class Cache:
     def slots(self, values: list[int] | list[list[int]]) -> HostSlots:
         return HostSlots(torch.tensor(values, dtype=torch.int32, device=self.device))
 
-    def append(self, layer: int, host_slots: list[int], keep: int | None = None) -> None:
+    def append(
+        self,
+        layer: int,
+        host_slots: list[int],
+        keep: int | None = None,
+        *,
+        until_selected: bool = False,
+    ) -> None:
         """Write fresh random rows, and note them."""
         rows = torch.randint(0, 255, (len(host_slots), self.row_bytes), dtype=torch.uint8)
         for slot, row in zip(host_slots, rows, strict=True):
             if slot >= 0:
                 self.truth[layer, slot] = bytes(row.tolist())
         keep = min(len(host_slots), self.manager.capacity) if keep is None else keep
-        self.manager.append(layer, self.slots(host_slots), rows.to(self.device), keep=keep)
+        self.manager.append(
+            layer, self.slots(host_slots), rows.to(self.device), keep=keep,
+            until_selected=until_selected,
+        )  # fmt: skip
 
     def fetch(self, layer: int, wanted: list[list[int]], scores: Tensor | None = None) -> list:
         """make_resident, then compare every row it names with the truth."""

@@ -100,6 +100,46 @@ def test_selecting_new_rows_counts_as_hits(new_cache: NewCache) -> None:
     assert (counts.selected, counts.recalled) == (3, 0)
 
 
+def test_rows_that_are_put_off_come_with_the_selection(new_cache: NewCache) -> None:
+    """Selected or not, and nothing that is selected leaves for them."""
+    cache = filled(new_cache)
+    cache.manager.begin_step()
+    cache.append(0, [3, 50, -1, 51], until_selected=True)
+    resident = sorted(cache.resident(0))[:6]
+    cache.fetch(0, [[50, 1, 2, 3], [50, *resident[:3]]])
+    assert {3, 50, 51, 1, 2, *resident[:3]} <= cache.resident(0).keys()
+    cache.manager.check(cache.live())
+
+
+@pytest.mark.parametrize(
+    "then",
+    ["begin_step", "end_step", "counters", "release", "append", "make_resident", "recall_ahead"],
+)
+def test_rows_that_are_put_off_are_written_whatever_comes_next(
+    new_cache: NewCache, then: str
+) -> None:
+    cache = filled(new_cache)
+    cache.manager.begin_step()
+    cache.append(0, [50, 51], until_selected=True)
+    match then:
+        case "release":
+            cache.release([49])
+        case "append":
+            cache.append(1, [50], until_selected=True)
+        case "make_resident":
+            cache.fetch(1, [[1, 2]])
+        case "recall_ahead":
+            wanted = cache.slots([[1, 2]])
+            cache.manager.recall_ahead(1, wanted, torch.rand(1, 2, device=cache.device))
+        case name:
+            getattr(cache.manager, name)()
+    cache.manager.end_step()
+    assert {50, 51} <= cache.resident(0).keys()
+    cache.manager.check(cache.live())
+    cache.manager.begin_step()
+    cache.fetch(0, [[50, 51]])
+
+
 def test_least_recently_selected_goes_first_then_the_lowest_score(new_cache: NewCache) -> None:
     cache = filled(new_cache, device_slots=6)
     cache.manager.begin_step()

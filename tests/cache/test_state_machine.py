@@ -74,6 +74,7 @@ class CacheLife(RuleBasedStateMachine):
         self.holders = [0] * (HOST_SLOTS // BLOCK)
         self.counts = [Counts() for _ in range(LAYERS)]
         self.ahead: set[int] = set()  # prefetched in this layer, until it is attended
+        self.new: set[int] = set()  # appended with the selection that comes next
 
     # Requests.
 
@@ -171,8 +172,9 @@ class CacheLife(RuleBasedStateMachine):
         size = len(rows) if at_once else capacity // TOPK
         bounded = at_once and not ahead and self.rng.random() < 0.8
         self.manager.begin_step(most_rows=len(rows) * (TOPK + 1) if bounded else None)
+        put_off = self.any_among_equals and at_once and not ahead and self.rng.random() < 0.5
         for layer in range(LAYERS):
-            kept = self._append(layer, [row.slot for row in rows])
+            kept = self._append(layer, [row.slot for row in rows], put_off=put_off)
             room = (capacity - len(rows) * (TOPK + 1)) // len(rows)
             if ahead and room > 0:
                 kept |= self._prefetch(layer, rows, min(ahead, room), kept)
@@ -183,8 +185,12 @@ class CacheLife(RuleBasedStateMachine):
                 self._attend(layer, rows[start : start + size], kept)
         self.manager.end_step()
 
-    def _append(self, layer: int, slots: list[int]) -> set[int]:
+    def _append(self, layer: int, slots: list[int], *, put_off: bool) -> set[int]:
         """Returns the host slots that are protected now."""
+        if put_off:
+            self.cache.append(layer, slots, until_selected=True)
+            self.new = {slot for slot in slots if slot >= 0}
+            return set()
         keep = min(len(slots), self.manager.capacity)
         kept = {slot for slot in slots[len(slots) - keep :] if slot >= 0}
         before = self._snapshot(layer)
@@ -216,13 +222,14 @@ class CacheLife(RuleBasedStateMachine):
         # `fetch` compares every row named with the truth: the set attended is the set asked for.
         found = self.cache.fetch(layer, wanted, torch.tensor(scores, device=self.cache.device))
         distinct = {slot for row in wanted for slot in row if slot >= 0}
-        self._check_eviction(layer, before, kept | distinct)
+        self._check_eviction(layer, before, kept | self.new | distinct)
         after = self.cache.resident(layer)
         assert found == [[after.get(slot, -1) for slot in row] for row in wanted]
         self.counts[layer].selected += len(distinct)
-        self.counts[layer].recalled += len(distinct - before.keys())  # invariant 7: each once
+        recalled = distinct - before.keys() - self.new
+        self.counts[layer].recalled += len(recalled)  # invariant 7: each once
         self.counts[layer].useful += len(distinct & self.ahead)
-        self.ahead = set()
+        self.ahead, self.new = set(), set()
 
     def _snapshot(self, layer: int) -> dict[int, tuple[int, int]]:
         """Host slot -> (priority, device slot)."""

@@ -29,7 +29,13 @@ from echokv.kernels.cuda import (
 )
 from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import Arguments, pointer
-from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.cuda.layer import (
+    append_shared_bytes,
+    layer_of,
+    moves_16_bytes,
+    rows_to_append,
+)
+from echokv.kernels.fused_layer import MOST_NEW_ROWS, FusedLayer, NewRows
 from echokv.kernels.prefetch_args import CandidateLists, Candidates
 from echokv.kernels.reference.index_scores import index_scores as reference_scores
 from echokv.kernels.reference.topk import topk_rows as reference_topk_rows
@@ -204,32 +210,42 @@ class Emulator:
         layer: FusedLayer,
         device_slots: Tensor,
         *,
+        new_rows: NewRows | None = None,
+        beside: bool = False,
         lanes: int | None = None,
         most_blocks: int = 4,
     ) -> None:
-        """`make_resident` by at most so many blocks."""
+        """`make_resident` by at most so many blocks, and one that appends."""
         layer.check()
         rows, k = host_slots.shape
         lanes = lanes or (4 if rows * k <= FEW_ENTRIES else 32)
-        plan = recall.ResidentPlan(rows, k, lanes, most_blocks, RECALL_THREADS // 32)
+        threads = RECALL_THREADS * (2 if beside else 1)
+        plan = recall.ResidentPlan.of(rows, k, lanes, most_blocks, threads, wide=beside)
+        new = new_rows or NewRows(layer.priority[:0], layer.device_rows[:0])
+        count, row_bytes = new.rows.shape
+        assert count <= min(MOST_NEW_ROWS, threads)
         arguments = recall.ResidentArguments(
-            recall.layer_of(layer), pointer(host_slots), pointer(scores), pointer(device_slots), k,
-            plan.tiles, plan.tiles_per_row, plan.lanes,
-            recall.moves_16_bytes(layer.host_rows, layer.device_rows), recall.stretch_of(layer),
+            layer_of(layer), rows_to_append(new, layer, each=max(1, count), staged=count % 2 == 1),
+            pointer(host_slots), pointer(scores), pointer(device_slots), k,
+            plan.tiles, plan.tiles_per_row, plan.lanes, plan.movers,
+            moves_16_bytes(layer.host_rows, layer.device_rows), recall.stretch_of(layer),
         )  # fmt: skip
-        shared = recall.resident_shared_bytes(RECALL_THREADS)
-        self._library.run_make_resident(plan.blocks, shared, self._next(), ctypes.byref(arguments))
+        shared = max(
+            recall.resident_shared_bytes(threads), append_shared_bytes(threads, count, row_bytes)
+        )
+        self._library.run_make_resident(
+            plan.blocks + (count > 0), threads, shared, self._next(),
+            int(plan.tiles == plan.blocks), ctypes.byref(arguments),
+        )  # fmt: skip
 
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
         """`append_rows`."""
         layer.check()
         count, row_bytes = rows.shape
-        whole_words = recall.moves_16_bytes(rows, layer.host_rows, layer.device_rows)
         each = self.append_each
-        arguments = append.AppendArguments(
-            recall.layer_of(layer), pointer(host_slots), pointer(rows), count, each, whole_words, 0
-        )
-        shared = append.append_shared_bytes(RECALL_THREADS) + each * row_bytes
+        new = rows_to_append(NewRows(host_slots, rows), layer, each=each, staged=True)
+        arguments = append.AppendArguments(layer_of(layer), new)
+        shared = append_shared_bytes(RECALL_THREADS, each, row_bytes)
         self._library.run_append_rows(
             -(-count // each), shared, self._next(), ctypes.byref(arguments)
         )
@@ -318,7 +334,7 @@ class Emulator:
 
     def fetches(self, query: Tensor, pages: Tensor, fmt: IndexKeyFormat, layer: FusedLayer) -> bool:
         """`fetches`, with keys of any kind."""
-        return bool(recall.moves_16_bytes(layer.host_rows, layer.device_rows))
+        return bool(moves_16_bytes(layer.host_rows, layer.device_rows))
 
     def index_scores_prefetch(
         self,
@@ -376,7 +392,7 @@ class Emulator:
         device_rows: Tensor,
     ) -> None:
         """`recall`."""
-        whole_words = recall.moves_16_bytes(host_rows, device_rows)
+        whole_words = moves_16_bytes(host_rows, device_rows)
         arguments = recall.GatherArguments(
             pointer(host_slots), pointer(count), pointer(slot_buffer), pointer(host_rows),
             pointer(device_rows), host_rows.shape[1], whole_words,

@@ -1,5 +1,6 @@
 // The kernels of kernels/cuda as a shared library for Python: same arguments, one CPU thread.
 #include "prefill_prefetch.cuh"
+#include "append.cuh"
 #include "rows.cuh"
 #include "topk.cu"
 namespace recall {
@@ -199,13 +200,15 @@ void run_prefetch(u32 blocks, u32 seed, u32 tick, const prefetching::Arguments* 
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {
   emulated::launch(blocks, TOPK_THREADS, cluster, shared, seed, [=] { topk(*arguments); });
 }
-void run_make_resident(u32 blocks, u32 shared, u32 seed,
+void run_make_resident(u32 blocks, u32 threads, u32 shared, u32 seed, u32 one_tile,
                        const recall::ResidentArguments* arguments) {
-  emulated::launch(blocks, RECALL_THREADS, 1, shared, seed, [=] {
-    if (blocks == u32(arguments->tiles))
-      recall::make_resident(*arguments);
+  emulated::launch(blocks, threads, 1, shared, seed, [=] {
+    const bool beside = threads == recall::WIDE_THREADS;
+    if (one_tile)
+      beside ? recall::make_resident_beside(*arguments) : recall::make_resident(*arguments);
     else
-      recall::make_many_resident(*arguments);
+      beside ? recall::make_many_resident_beside(*arguments)
+             : recall::make_many_resident(*arguments);
   });
 }
 void run_append_rows(u32 blocks, u32 shared, u32 seed, const append::AppendArguments* arguments) {

@@ -7,6 +7,7 @@ rows' bytes, and where each entry is said to be.
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from tests.kernels.cache_model import LayerModel, LayerTensors
 from torch import Tensor
 
 from echokv.kernels.cuda.victims import AGES
-from echokv.kernels.fused_layer import CURSOR, STALE, TOTALS, TOUCHED, FusedLayer
+from echokv.kernels.fused_layer import CURSOR, STALE, TOTALS, TOUCHED, FusedLayer, NewRows
 from echokv.kernels.reference.priorities import score_priorities
 
 
@@ -96,26 +97,58 @@ class LayerUnderTest:
             assert names[:1] == left[:1]
         return since == floor
 
-    def fetch(self, ops: FusedOps, wanted: Tensor, scores: Tensor, floor: int, **plan: Any) -> None:
-        """One `make_resident`, then every check."""
+    def fetch(
+        self,
+        ops: FusedOps,
+        wanted: Tensor,
+        scores: Tensor,
+        floor: int,
+        *,
+        new: list[int] | None = None,
+        **plan: Any,
+    ) -> None:
+        """One `make_resident`, then every check.
+
+        Args:
+            ops: what runs it.
+            wanted: the selection.
+            scores: of it.
+            floor: the step's.
+            new: host slots of random rows that are appended with it; None: none are.
+            plan: for the op.
+        """
         model = self.model
         found = torch.full_like(wanted, -77)
         before = dict(model.held)
+        want_host, new_rows = self.host_rows.clone(), None
+        if new is not None:
+            rows = torch.randint(0, 256, (len(new), self.host_rows.shape[1]), dtype=torch.uint8)
+            for slot, row in zip(new, rows, strict=True):
+                if slot >= 0:
+                    want_host[slot] = row
+            new_slots = torch.tensor(new, dtype=torch.int32, device=self.device)
+            new_rows = NewRows(new_slots, rows.to(self.device))
         ops.make_resident(
             wanted.to(self.device),
             scores.to(self.device),
             self.layer(floor),
             found := found.to(self.device),
+            new_rows=new_rows,
             **plan,
         )
+        new = new or []
         slots = wanted.flatten().tolist()
         levels = expected_levels(wanted, scores, floor)
+        absent, _ = model.lookup(new, [floor] * len(new), floor)
         missing, hits = model.lookup(slots, levels, floor)
-        victims = model.free(len(missing), floor)
-        given = model.allocate(missing, floor)
+        hits += len(set(missing) & set(absent))
+        missing = [slot for slot in missing if slot not in absent]
+        victims = model.free(len(absent) + len(missing), floor)
+        given = model.allocate(absent, floor) + model.allocate(missing, floor)
         model.translate(slots, levels)
-        assert self.totals.tolist() == [hits, len(missing), len(victims), 0, len(given)]
-        self._check_state(before, wanted.flatten().tolist(), found.flatten().tolist(), floor)
+        assert self.totals.tolist() == [hits, len(missing), len(victims), len(absent), len(given)]
+        assert torch.equal(self.host_rows, want_host)
+        self._check_state(before, slots, found.flatten().tolist(), floor, new)
         model.held = self._held()  # the freedoms that were taken
 
     def append(self, ops: FusedOps, host_slots: list[int], floor: int) -> None:
@@ -147,7 +180,12 @@ class LayerUnderTest:
         return {slot: (owner, levels[slot]) for slot, owner in enumerate(owners) if owner >= 0}
 
     def _check_state(
-        self, before: dict[int, tuple[int, int]], wanted: list[int], found: list[int], floor: int
+        self,
+        before: dict[int, tuple[int, int]],
+        wanted: list[int],
+        found: list[int],
+        floor: int,
+        new: Sequence[int] = (),
     ) -> None:
         held, model = self._held(), self.model
         LayerTensors.assert_is(self.tensors, LayerModel(model.device_slots, model.host_slots, held))
@@ -155,7 +193,7 @@ class LayerUnderTest:
         assert Counter(max(level, oldest) for _, level in held.values()) == Counter(
             max(level, oldest) for _, level in model.held.values()
         )
-        selected = set(wanted) - {-1}
+        selected = {*wanted, *new} - {-1}
         assert {o: v for o, v in held.values() if o in selected} == {
             o: v for o, v in model.held.values() if o in selected
         }

@@ -18,6 +18,7 @@ from echokv.kernels.cuda import (
     victims,
 )
 from echokv.kernels.cuda.launch import MAX_SHARED_BYTES
+from echokv.kernels.cuda.layer import BLOCKS_PER_SM
 
 SOURCES = {
     "topk": topk,
@@ -38,8 +39,8 @@ def test_kernels_compile_without_spills(name: str) -> None:
     assert {kernel.name for kernel in usage} == set(SOURCES[name].KERNELS)
     assert [kernel for kernel in usage if kernel.spilled_bytes or kernel.stack_bytes] == []
     assert [kernel for kernel in usage if kernel.serialised] == []
-    threads = SOURCES[name].MODULE.threads
-    assert all(kernel.registers * threads <= 65536 for kernel in usage)
+    module = SOURCES[name].MODULE
+    assert all(kernel.registers * module.threads_of(kernel.name) <= 65536 for kernel in usage)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
 def test_as_many_blocks_are_resident_as_wait_for_each_other(module: ModuleType, name: str) -> None:
     _, usage = build.compile_cubin(module.MODULE.name)
     registers = next(kernel.registers for kernel in usage if kernel.name == name)
-    assert registers * module.MODULE.threads * recall.BLOCKS_PER_SM <= 65536
+    assert registers * module.MODULE.threads * BLOCKS_PER_SM <= 65536
 
 
 def test_fetch_listed_fits_an_sm_beside_those_that_score_and_select() -> None:
@@ -143,11 +144,17 @@ def test_topk_covers_every_row_within_shared_memory(rows: int, width: int, most:
 
 @pytest.mark.parametrize("rows", [1, 13, 64, 300])
 @pytest.mark.parametrize("k", [1, 64, 2048, 2049])
-def test_make_resident_covers_every_entry_with_blocks_that_fit(rows: int, k: int) -> None:
-    plan = recall.resident_plan(rows, k, 132)
-    assert plan.tiles_per_row * plan.lanes * recall.MODULE.threads // 32 >= k
+@pytest.mark.parametrize("beside", [False, True])
+def test_make_resident_covers_every_entry_with_blocks_that_fit(
+    rows: int, k: int, beside: bool
+) -> None:
+    """One more block appends; beside others a block has an SM for itself, and few SMs have one."""
+    plan = recall.resident_plan(rows, k, 132, beside=beside)
+    assert plan.tiles_per_row * plan.lanes * plan.threads // 32 >= k
     assert plan.tiles == rows * plan.tiles_per_row
-    assert plan.blocks == min(plan.tiles, 132 * recall.BLOCKS_PER_SM)
+    most = 26 if plan.wide else 132 * BLOCKS_PER_SM - 1
+    assert plan.blocks == min(plan.tiles, most)
+    assert plan.wide == (beside and rows * k > 4096)
 
 
 @pytest.mark.parametrize("rows", [1, 13, 64, 65, 512, 8192, 100_000])
@@ -155,6 +162,6 @@ def test_make_resident_covers_every_entry_with_blocks_that_fit(rows: int, k: int
 def test_append_rows_covers_every_row_with_blocks_that_fit(rows: int, row_bytes: int) -> None:
     plan = append.append_plan(rows, row_bytes, 132)
     assert 1 <= plan.each <= append.MODULE.threads
-    assert plan.most // plan.each <= 132 * recall.BLOCKS_PER_SM
-    assert plan.shared_bytes <= 227 * 1024 // recall.BLOCKS_PER_SM
+    assert plan.most // plan.each <= 132 * BLOCKS_PER_SM
+    assert plan.shared_bytes <= 227 * 1024 // BLOCKS_PER_SM
     assert rows > 64 or plan.each >= min(rows, 43)

@@ -205,6 +205,43 @@ def test_make_resident_in_many_orders(emulator: Emulator) -> None:
         under_test.fetch(emulator, wanted, scores, 800, lanes=rng.choice([4, 8, 32]))
 
 
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("row_bytes", [656, 40])
+def test_make_resident_with_new_rows(emulator: Emulator, beside: bool, row_bytes: int) -> None:
+    """New rows and rewritten ones, selected or not, next to leave or not; few slots."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(
+            layer_in_use(rng, 80, 200, rng.choice([0.5, 1.0]), 800), CPU, row_bytes
+        )
+        under_test.choose(emulator, 800)
+        owners = [owner for owner, _ in under_test.model.held.values()]
+        new = list({*rng.sample(range(200), rng.choice([0, 1, 13, 30])), *rng.sample(owners, 3)})
+        others = rng.sample([slot for slot in range(200) if slot not in new], 30)
+        wanted = selection(rng, [*rng.sample(new, len(new) // 2), *others], 5, 33)
+        lanes, floor = rng.choice([4, 8, 32]), 800
+        under_test.fetch(
+            emulator, wanted, torch.randn(wanted.shape), floor,
+            new=[-1, *new], beside=beside, lanes=lanes,
+        )  # fmt: skip
+        under_test.begin(emulator, 808, 60)
+        again = rng.sample(range(200), 30)
+        wanted = selection(rng, again, 5, 33)
+        under_test.fetch(
+            emulator, wanted, torch.randn(wanted.shape), 808, new=again[:9], beside=beside
+        )
+
+
+def test_new_rows_alone(emulator: Emulator) -> None:
+    """Nobody selects anything; with and without an empty selection."""
+    for rows in (0, 2):
+        under_test = LayerUnderTest(layer_in_use(random.Random(1), 40, 90, 1.0, 800), CPU)
+        under_test.choose(emulator, 800)
+        wanted = torch.full((rows, 40), -1, dtype=torch.int32)
+        new = random.Random(2).sample(range(90), 11)
+        under_test.fetch(emulator, wanted, torch.zeros(wanted.shape), 800, new=new)
+
+
 def test_make_resident_of_nothing_and_of_what_is_there(emulator: Emulator) -> None:
     rng = random.Random(3)
     model = layer_in_use(rng, 64, 64, 1.0, 800)

@@ -81,6 +81,34 @@ def test_append_rows(row_bytes: int, count: int) -> None:
         under_test.fetch(fused, wanted, torch.rand(wanted.shape), 800)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("row_bytes", [656, 1152, 40])
+@pytest.mark.parametrize("count", [1, 13, 64])
+def test_make_resident_with_new_rows(beside: bool, row_bytes: int, count: int) -> None:
+    """New rows and rewritten ones, selected or not, next to leave or not; few and many entries."""
+    for seed in range(12):
+        rng = random.Random(seed)
+        share = rng.choice([0.5, 1.0])
+        under_test = LayerUnderTest(layer_in_use(rng, 3000, 6000, share, 800), CUDA, row_bytes)
+        under_test.choose(fused, 800)
+        for floor in (800, 808):
+            owners = [owner for owner, _ in under_test.model.held.values()]
+            pool = [*rng.sample(range(6000), 600), *rng.sample(owners, 600)]
+            new = rng.sample(sorted(set(pool)), count)
+            wanted = selection(rng, pool, *rng.choice([(1, 900), (13, 2048), (60, 2048)]))
+            under_test.fetch(
+                fused, wanted, torch.randn(wanted.shape), floor, new=new, beside=beside
+            )
+            under_test.begin(fused, floor + 8, 1300)
+
+
+def test_more_new_rows_than_a_block_takes_are_refused() -> None:
+    under_test = LayerUnderTest(LayerModel(90, 90), CUDA)
+    wanted = torch.zeros((1, 4), dtype=torch.int32)
+    with pytest.raises(ValueError, match="65 new rows in one launch; at most 64"):
+        under_test.fetch(fused, wanted, torch.zeros(1, 4), 8, new=list(range(65)))
+
+
 def test_every_entry_the_same_missing_row() -> None:
     under_test = LayerUnderTest(LayerModel(4, 9, {0: (3, 1)}), CUDA)
     under_test.choose(fused, 8)

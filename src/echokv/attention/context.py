@@ -16,8 +16,8 @@ SelectionObserver = Callable[[int, ForwardBatch, Selection], None]
 class ForwardContext:
     """The indexer and the attention of one engine; `observer` sees selections (tests, traces).
 
-    `beside` is where a decode step makes its attention queries while the indexer selects; None:
-    afterwards.
+    `beside` is where a decode step of few tokens makes its attention queries while the indexer
+    selects; None: always afterwards.
     """
 
     indexer: TokenSelector

@@ -99,8 +99,9 @@ class SparseAttention:
             HostSlots(batch.host_slots[:real]),
             rows[:real],
             keep=min(real, self._cache.capacity),
+            beside=True,
             # A prefetch that takes rows in needs to know which are there.
-            beside=self._rows_ahead is None,
+            until_selected=self._rows_ahead is None,
         )
 
     def recalls_beside(self, batch: ForwardBatch) -> bool:

@@ -14,6 +14,7 @@ from echokv.attention.sparse_mla import SparseAttention
 from echokv.bench.decode_engine import DecodeEngine
 from echokv.bench.decode_replay import ReplaySelector
 from echokv.cache.batch import ForwardBatch
+from echokv.cache.side_stream import SideStream
 from echokv.engine.inputs import PassInputs
 from echokv.engine.request import Request
 from echokv.engine.scheduler import ScheduledRequest
@@ -43,6 +44,7 @@ class DeviceStep:
                 loaded.config.softmax_scale,
                 loaded.config.index_topk,
             ),
+            beside=SideStream(loaded.device, urgent=False),
         )
         items = [
             ScheduledRequest(request=one, start=_last_known(one), count=1)

@@ -18,7 +18,7 @@ from echokv.cache.reserve import EVICTED, HITS, RECALLED, WRITTEN, Reserver
 from echokv.cache.side_stream import SideStream
 from echokv.cache.state import CacheState
 from echokv.errors import CapacityError
-from echokv.kernels.fused_layer import TOTALS, FusedLayer
+from echokv.kernels.fused_layer import MOST_NEW_ROWS, TOTALS, FusedLayer, NewRows
 from echokv.kernels.protocol import Kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import DeviceSlots, HostSlots
@@ -66,6 +66,7 @@ class CacheManager:
         self.side = SideStream(device)
         """Where `prefetch` and `recall_ahead` run: whatever else touches the cache waits first."""
         self._prefetched = PrefetchedRows(kernels, self.state, self.side)
+        self._new_rows: tuple[int, NewRows] | None = None  # put off, of which layer
 
     @property
     def capacity(self) -> int:
@@ -84,14 +85,14 @@ class CacheManager:
 
     def begin_step(self, layer: int | None = None, *, most_rows: int | None = None) -> None:
         """See `KVCache`."""
-        self.side.join()
+        self._wait()
         self._kernels.tick(self.state.clock, self.state.floor, self.state.priority)
         if self._ready is not None:
             self._ready.begin_step(layer, most_rows)
 
     def end_step(self) -> None:
         """See `KVCache`."""
-        self.side.join()
+        self._wait()
         self.side.catch_up()
 
     def append(
@@ -102,15 +103,22 @@ class CacheManager:
         *,
         keep: int,
         beside: bool = False,
+        until_selected: bool = False,
     ) -> None:
         """See `KVCache`."""
         self._require_room(f"keeping {keep} new rows", keep)
-        fused = self._ready if keep == host_slots.shape[0] else None
-        if fused is not None and beside:
+        count = host_slots.shape[0]
+        fused = self._ready if keep == count else None
+        if fused is not None and until_selected and count <= MOST_NEW_ROWS:
+            self._append_now()
+            self._new_rows = (layer, NewRows(host_slots, rows))
+            return
+        if fused is not None and (beside or until_selected):
+            self._append_now()
             with self.side.fork(host_slots, rows, catches_up=False):
                 fused.append(layer, host_slots, rows)
             return
-        self.side.join()
+        self._wait()
         if fused is not None:
             fused.append(layer, host_slots, rows)
             return
@@ -137,7 +145,7 @@ class CacheManager:
         max_distinct: int | None = None,
     ) -> DeviceSlots:
         """See `KVCache`."""
-        self.side.join()
+        self._wait(layer)
         return self._make_resident(layer, host_slots, scores, max_distinct)
 
     def recall_ahead(
@@ -149,22 +157,51 @@ class CacheManager:
         max_distinct: int | None = None,
     ) -> DeviceSlots:
         """See `KVCache`."""
+        self._append_now(but=layer)
         # What was put off counts prefetched rows that were selected: it must come after this.
-        with self.side.fork(host_slots, scores, catches_up=False):
-            return self._make_resident(layer, host_slots, scores, max_distinct)
+        with self.side.fork(host_slots, scores, self._new_rows, catches_up=False):
+            return self._make_resident(layer, host_slots, scores, max_distinct, beside=True)
 
     def wait(self) -> None:
         """See `KVCache`."""
         self.side.join()
 
+    def _wait(self, layer: int | None = None) -> None:
+        """Let the current stream wait for the side stream, and append what was put off.
+
+        Args:
+            layer: whose selection is going to be made resident, its new rows with it.
+        """
+        self.side.join()
+        self._append_now(but=layer)
+
+    def _append_now(self, *, but: int | None = None) -> None:
+        """Append the rows that were put off, unless they are this layer's."""
+        if self._new_rows is None or self._new_rows[0] == but:
+            return
+        self.side.join()
+        (layer, new), self._new_rows = self._new_rows, None
+        assert self._ready is not None, "only ready lists have rows put off"
+        self._ready.append(layer, HostSlots(new.host_slots), new.rows)
+
     def _make_resident(
-        self, layer: int, host_slots: HostSlots, scores: Tensor, max_distinct: int | None
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        max_distinct: int | None,
+        *,
+        beside: bool = False,
     ) -> DeviceSlots:
         entries = host_slots.numel()
         distinct = entries if max_distinct is None else min(entries, max_distinct)
         self._require_room(f"a selection of {distinct} rows", distinct)
         if self._ready is not None:
-            return DeviceSlots(self._ready.make_resident(layer, host_slots, scores))
+            new, self._new_rows = self._new_rows, None
+            device_slots = self._ready.make_resident(
+                layer, host_slots, scores, new_rows=new and new[1], beside=beside
+            )
+            return DeviceSlots(device_slots)
         state, counts = self.state.layer(layer), self._selecting
         priorities = self._policy.priorities(self.state.clock, scores, host_slots).flatten()
         wanted = HostSlots(host_slots.flatten())
@@ -244,7 +281,7 @@ class CacheManager:
 
     def release(self, host_slots: Tensor) -> None:
         """See `KVCache`."""
-        self.side.join()
+        self._wait()
         self._list_anew()
         state = self.state
         device = state.priority.device

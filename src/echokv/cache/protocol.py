@@ -66,6 +66,7 @@ class KVCache(Protocol):
         *,
         keep: int,
         beside: bool = False,
+        until_selected: bool = False,
     ) -> None:
         """Write new rows to host, and keep the last of them resident in this step.
 
@@ -76,6 +77,7 @@ class KVCache(Protocol):
             keep: the rows at index >= T - keep become resident; the others only where they are
                 already.
             beside: may run beside what the current stream does next; every other call waits.
+            until_selected: may also be put off until the layer's next selection is made resident.
 
         Raises:
             CapacityError: keep exceeds the device pool.

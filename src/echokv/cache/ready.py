@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echokv.cache.state import CacheState
-from echokv.kernels.fused_layer import CURSOR, STALE, TOUCHED, FusedLayer
+from echokv.kernels.fused_layer import CURSOR, STALE, TOUCHED, FusedLayer, NewRows
 from echokv.kernels.protocol import FusedRecall
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
@@ -73,16 +73,28 @@ class ReadyLists:
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         self._cursors[layers, TOUCHED] = STALE
 
-    def make_resident(self, layer: int, host_slots: HostSlots, scores: Tensor) -> Tensor:
+    def make_resident(
+        self,
+        layer: int,
+        host_slots: HostSlots,
+        scores: Tensor,
+        *,
+        new_rows: NewRows | None = None,
+        beside: bool = False,
+    ) -> Tensor:
         """[T, k] int32 device slots; what was missing has taken the first names on the list.
 
         Args:
             layer: decoder layer.
             host_slots: [T, k] int32.
             scores: [T, k] float32.
+            new_rows: of this layer, appended first; at most MOST_NEW_ROWS.
+            beside: other kernels run at the same time.
         """
         device_slots = torch.empty_like(host_slots)
-        self._fused.make_resident(host_slots, scores, self.use(layer), device_slots)
+        self._fused.make_resident(
+            host_slots, scores, self.use(layer), device_slots, new_rows=new_rows, beside=beside
+        )
         return device_slots
 
     def append(self, layer: int, host_slots: HostSlots, rows: Tensor) -> None:

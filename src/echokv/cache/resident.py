@@ -58,6 +58,7 @@ class ResidentCache:
         *,
         keep: int,
         beside: bool = False,
+        until_selected: bool = False,
     ) -> None:
         """Write new rows, at once; all of them stay, whatever `keep` says."""
         pool = self._device_pool.rows[layer]

@@ -41,9 +41,6 @@ from echokv.models.registry import load_model, weight_bytes
 
 logger = get_logger(__name__)
 
-QUERY_BESIDE = False
-"""Whether decode steps make their attention queries beside the indexer; False: after it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineHooks:
@@ -262,7 +259,7 @@ def _context(
         rows_ahead=None if prefetcher is None else prefetcher.rows_per_request,
     )
     selector = hooks.selector(model, indexer) if hooks.selector else indexer
-    beside = SideStream(decided.device, urgent=False) if QUERY_BESIDE else None
+    beside = SideStream(decided.device, urgent=False)
     return ForwardContext(selector, attention, hooks.observer, beside)
 
 

@@ -21,6 +21,17 @@ TOUCHED = 1
 STALE = 1 << 30
 """There: the list is not to be used in another step."""
 
+MOST_NEW_ROWS = 64
+"""New rows that `make_resident` takes in with a selection."""
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows of this step that are not in the cache yet."""
+
+    host_slots: Tensor  # [N] int32, distinct, -1 for rows to skip
+    rows: Tensor  # [N, row_bytes] uint8, on the device
+
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLayer:

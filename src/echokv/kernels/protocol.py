@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.fused_layer import FusedLayer, NewRows
 from echokv.kernels.prefetch_args import CandidateLists, Candidates
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 
@@ -27,7 +27,14 @@ class FusedRecall(Protocol):
     ) -> None: ...
 
     def make_resident(
-        self, host_slots: Tensor, scores: Tensor, layer: FusedLayer, device_slots: Tensor
+        self,
+        host_slots: Tensor,
+        scores: Tensor,
+        layer: FusedLayer,
+        device_slots: Tensor,
+        *,
+        new_rows: NewRows | None = None,
+        beside: bool = False,
     ) -> None: ...
 
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None: ...

@@ -61,6 +61,11 @@ def _by_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))
 
 
+QUERY_BESIDE_TOKENS = 4
+"""Up to so many, a decode step makes its attention queries beside its indexer: the kernels of few
+tokens leave SMs idle. More tokens have rows to recall beside these products."""
+
+
 class MLA(Stacked):
     """One layer's attention, its indexer included where it has one.
 
@@ -122,7 +127,8 @@ class MLA(Stacked):
         """
         from_hidden = self.from_hidden(x)  # q_a, the index key if any, kv_a
         q_latent, latent, k_rope = self._latents(from_hidden[0], from_hidden[-1], angles)
-        beside = context.beside if self.indexer is not None and batch.is_decode else None
+        few = batch.is_decode and batch.num_tokens <= QUERY_BESIDE_TOKENS
+        beside = context.beside if self.indexer is not None and few else None
         if beside is not None:
             with beside.fork(q_latent, *angles):
                 query = self._absorbed_query(q_latent, angles)
@@ -135,8 +141,8 @@ class MLA(Stacked):
             if context.observer is not None:
                 context.observer(self._layer, batch, selection)
         assert selection is not None, "ModelConfig guarantees that the first layer is full"
-        context.attention.begin_recall(self._layer, selection, batch)
         if beside is None:
+            context.attention.begin_recall(self._layer, selection, batch)
             query = self._absorbed_query(q_latent, angles)
         else:
             beside.join()

@@ -1,6 +1,5 @@
 """New rows in one launch: written to host, and made resident."""
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +7,17 @@ from torch import Tensor
 
 from echokv.kernels.cache_args import check_entries
 from echokv.kernels.checks import check_tensor
-from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
-from echokv.kernels.cuda.recall import BLOCKS_PER_SM, EARLY, Layer, layer_of, moves_16_bytes
-from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.cuda.launch import Arguments, CudaModule
+from echokv.kernels.cuda.layer import (
+    BLOCKS_PER_SM,
+    EARLY,
+    AppendedRows,
+    Layer,
+    append_shared_bytes,
+    layer_of,
+    rows_to_append,
+)
+from echokv.kernels.fused_layer import FusedLayer, NewRows
 
 MODULE = CudaModule("append", threads=512)
 KERNELS = ("append_rows",)
@@ -22,12 +29,7 @@ _ALONE = 64  # rows that one block appends
 class AppendArguments(Arguments):
     """See append.cu."""
 
-    _fields_ = (
-        ("layer", Layer),
-        ("host_slots", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("num_rows", "each", "staged", "pad")),
-    )
+    _fields_ = (("layer", Layer), ("rows", AppendedRows))
 
 
 def append_rows(host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
@@ -48,15 +50,13 @@ def append_rows(host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
     check_tensor("rows", rows, shape, torch.uint8, device=device)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     plan = append_plan(*shape, sms)
-    whole_words = moves_16_bytes(rows, layer.host_rows, layer.device_rows)
     for start in range(0, shape[0], plan.most):
-        count = min(plan.most, shape[0] - start)
+        part = NewRows(host_slots[start : start + plan.most], rows[start : start + plan.most])
         arguments = AppendArguments(
-            layer_of(layer), pointer(host_slots[start:]), pointer(rows[start:]), count, plan.each,
-            whole_words and plan.staged, 0,
-        )  # fmt: skip
+            layer_of(layer), rows_to_append(part, layer, each=plan.each, staged=plan.staged)
+        )
         MODULE.launch(
-            "append_rows", arguments, device, blocks=-(-count // plan.each),
+            "append_rows", arguments, device, blocks=-(-part.host_slots.shape[0] // plan.each),
             shared_bytes=plan.shared_bytes, early=EARLY,
         )  # fmt: skip
 
@@ -66,7 +66,7 @@ class AppendPlan:
     """How new rows are cut up."""
 
     each: int  # rows of a block
-    staged: int  # 1: a block keeps its rows in shared memory
+    staged: bool  # whether a block keeps its rows in shared memory
     most: int  # rows of a launch, whose blocks are all resident at once
     shared_bytes: int
 
@@ -79,12 +79,7 @@ def append_plan(rows: int, row_bytes: int, sms: int, threads: int = MODULE.threa
     each = min(wanted, threads, fits)
     return AppendPlan(
         each=each,
-        staged=int(row_bytes * each <= _STAGED_BYTES),
+        staged=row_bytes * each <= _STAGED_BYTES,
         most=each * blocks,
-        shared_bytes=append_shared_bytes(threads) + each * row_bytes,
+        shared_bytes=append_shared_bytes(threads, each, row_bytes),
     )
-
-
-def append_shared_bytes(threads: int) -> int:
-    """sizeof(AppendShared) for blocks of so many threads."""
-    return -(-4 * (threads // 32 + 8 + threads) // 16) * 16

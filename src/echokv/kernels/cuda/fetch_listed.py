@@ -9,7 +9,7 @@ import ctypes
 from torch import Tensor
 
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
-from echokv.kernels.cuda.recall import Layer, layer_of
+from echokv.kernels.cuda.layer import Layer, layer_of
 from echokv.kernels.cuda.schedule import Contexts
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.prefetch_args import CandidateLists, Candidates

@@ -22,7 +22,7 @@ from echokv.kernels.cuda.fetch_listed import (
 )
 from echokv.kernels.cuda.fetch_listed import THREADS as FETCHING_THREADS
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
-from echokv.kernels.cuda.recall import moves_16_bytes
+from echokv.kernels.cuda.layer import moves_16_bytes
 from echokv.kernels.cuda.schedule import Contexts
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.prefetch_args import FUSED_HEAD_DIM as HEAD_DIM

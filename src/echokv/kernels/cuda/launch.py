@@ -5,6 +5,7 @@ costs the CPU a few microseconds. Modules are loaded once a device, before any c
 """
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -35,8 +36,13 @@ class CudaModule:
     """One source's kernels, by name, on every device that has asked for them."""
 
     name: str
-    threads: int  # a block, all kernels alike
+    threads: int  # of a block
+    others: Mapping[str, int] = field(default_factory=dict)  # kernels that have another number
     _functions: dict[tuple[int, str, bool], object] = field(default_factory=dict)
+
+    def threads_of(self, kernel: str) -> int:
+        """Threads of a block of one kernel."""
+        return self.others.get(kernel, self.threads)
 
     def load(self, device: torch.device, kernels: tuple[str, ...], *, beside: bool = False) -> None:
         """Compile if need be, and load onto a device.
@@ -105,7 +111,8 @@ class CudaModule:
             function = self._function(kernel, device, beside)
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             address = ctypes.addressof(parameters)
-            config = self._config(blocks, shared_bytes, _attributes(driver, cluster, early))
+            attributes = _attributes(driver, cluster, early)
+            config = self._config(kernel, blocks, shared_bytes, attributes)
             (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"launching {kernel} of {self.name}.cu: {_reason(driver, error)}")
@@ -132,7 +139,8 @@ class CudaModule:
             allowed = names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             (error,) = driver.cuFuncSetAttribute(function, allowed, 1)
             _require(error, f"letting {kernel} have clusters of {cluster} blocks")
-            config = self._config(cluster, shared_bytes, _attributes(driver, cluster, False))
+            attributes = _attributes(driver, cluster, False)
+            config = self._config(kernel, cluster, shared_bytes, attributes)
             error, count = driver.cuOccupancyMaxActiveClusters(function, config)
         return int(count) if error == driver.CUresult.CUDA_SUCCESS else 0
 
@@ -142,12 +150,12 @@ class CudaModule:
             self.load(device, (kernel,), beside=beside)
         return self._functions[index, kernel, beside]
 
-    def _config(self, blocks: int, shared_bytes: int, attributes: list):
+    def _config(self, kernel: str, blocks: int, shared_bytes: int, attributes: list):
         from cuda.bindings import driver
 
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads_of(kernel), 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream
         config.attrs, config.numAttrs = attributes, len(attributes)

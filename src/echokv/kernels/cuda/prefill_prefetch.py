@@ -13,8 +13,8 @@ from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda.fetch_listed import PrefetchArguments
 from echokv.kernels.cuda.index_scores import HEAD_DIM, HEADS, quantise_query, takes
 from echokv.kernels.cuda.launch import Arguments, pointer
+from echokv.kernels.cuda.layer import layer_of, moves_16_bytes
 from echokv.kernels.cuda.prefill_scores import MODULE, PrefillArguments
-from echokv.kernels.cuda.recall import layer_of, moves_16_bytes
 from echokv.kernels.cuda.schedule import Contexts, Rows
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.reference.index_scores import check_scores_args, score_width

@@ -1,29 +1,33 @@
 // Making a selection resident.
 //
-// `make_resident` does lookup, eviction, allocation, mapping, copy and translation in one launch;
-// contract in recall.py. A block owns the rows that its own entries miss: it claims them in the
-// mapping and tells the grid that it has looked; then its warps, which share these rows evenly,
-// send for the first of them, and it takes the next names off the ready list, while it waits for
-// the rest of the grid, since a row that somebody else selects must not leave. Blocks that miss
-// nothing don't wait at all. Blocks move their rows in the order of addresses, roughly: reads that
-// all blocks do at the same time then share translations of addresses. What has to be in order is
-// in order by the barrier alone: priorities only ever rise while a selection is made resident, so
-// that they are raised by atomic maxima, and a mapping carries its whole message.
-#include "claims.cuh"
-#include "rows.cuh"
+// `make_resident` does lookup, eviction, allocation, mapping, copy and translation in one launch,
+// and takes new rows in; contract in recall.py. A block owns the rows that its own entries miss: it
+// claims them in the mapping and tells the grid that it has looked; then its warps, which share
+// these rows evenly, send for the first of them, and it takes the next names off the ready list,
+// while it waits for the rest of the grid, since a row that somebody else selects must not leave.
+// Blocks that miss nothing don't wait at all. Blocks move their rows in the order of addresses,
+// roughly: reads that all blocks do at the same time then share translations of addresses. What has
+// to be in order is in order by the barrier alone: priorities only ever rise while a selection is
+// made resident, so that they are raised by atomic maxima, and a mapping carries its whole message.
+//
+// New rows are the last block's: to everybody else an absent one is another's claim.
+//
+// Reads of host memory hold up all else that an SM loads through its L1 cache. Beside other kernels
+// few and wide blocks therefore have SMs for themselves, by asking for all of their shared memory,
+// and few of their warps move rows: enough for PCIe, and not so many that HBM feels them.
+#include "append.cuh"
 
-#ifndef RECALL_THREADS
-#define RECALL_THREADS 512
-#endif
-constexpr u32 THREADS = RECALL_THREADS;
-constexpr u32 WARPS = THREADS / WARP;
-constexpr u32 SCORES_HELD = 4;   // of a row's scores, how many a thread asks for at once
-constexpr u32 LATE = 1u << 27;   // a place in the ready list that means "another's claim"
-constexpr u32 LINE_SLOTS = 32;   // priorities of a line of the L2 cache
-constexpr u32 STRETCHES = WARP;  // of the host pool: a block moves its rows stretch by stretch
+constexpr u32 WIDE_THREADS = 2 * RECALL_THREADS;  // of a block that has its SM for itself
+constexpr u32 SCORES_HELD = 4;    // of a row's scores, how many a thread asks for at once
+constexpr u32 LATE = 1u << 27;    // a place in the ready list that means "another's claim",
+constexpr u32 NEW = LATE + 1;     // and one that means "a new row's"
+constexpr u32 ROWS_OF_MOVER = 3;  // that a block's warps move, one after the other
+constexpr u32 LINE_SLOTS = 32;    // priorities of a line of the L2 cache
+constexpr u32 STRETCHES = WARP;   // of the host pool: a block moves its rows stretch by stretch
 
+template <u32 THREADS>
 struct RecallShared {
-  u32 low[WARPS], high[WARPS];
+  u32 low[THREADS / WARP], high[THREADS / WARP];
   u32 hits, touched, recalled, evicted, allocated;
   u32 place;  // in the ready list, of the first of a tile's claims
   u32 pad[2];
@@ -31,10 +35,13 @@ struct RecallShared {
   i32 host_slots[THREADS];  // of those rows, and where they go
   i32 device_slots[THREADS];
 };
-static_assert(sizeof(RecallShared) == 4 * (2 * WARPS + 8 + STRETCHES + 2 * THREADS), "recall.py");
+static_assert(sizeof(RecallShared<WIDE_THREADS>) ==
+                  4 * (2 * WIDE_THREADS / WARP + 8 + STRETCHES + 2 * WIDE_THREADS),
+              "recall.py");
 
 struct ResidentArguments {
   Layer layer;
+  NewRows new_rows;       // what the last block appends, if there are any
   const i32* host_slots;  // [rows, k]
   const float* scores;    // [rows, k]
   i32* device_slots;      // [rows, k] out
@@ -42,6 +49,7 @@ struct ResidentArguments {
   i32 tiles;          // rows * tiles_per_row
   i32 tiles_per_row;  // a tile is what a block looks at at once, of one row
   i32 lanes;          // entries of a warp
+  i32 movers;         // warps of a block that move rows, if they are few
   i32 words_of_16;    // whether both pools' rows are made of them
   u32 stretch;        // host slots of one
 };
@@ -56,6 +64,7 @@ struct Extremes {
 };
 
 // This thread's share of a row: all of it in flight at once.
+template <u32 THREADS>
 DEVICE Extremes extremes_of_row(const ResidentArguments& a, u32 row, u32 thread) {
   const i32* slots = a.host_slots + u64(row) * a.k;
   const float* scores = a.scores + u64(row) * a.k;
@@ -80,7 +89,9 @@ DEVICE Extremes extremes_of_row(const ResidentArguments& a, u32 row, u32 thread)
   return found;
 }
 
-DEVICE Range range_of_row(Extremes mine, RecallShared* shared, u32 thread) {
+template <u32 THREADS>
+DEVICE Range range_of_row(Extremes mine, RecallShared<THREADS>* shared, u32 thread) {
+  constexpr u32 WARPS = THREADS / WARP;
   const u32 lane = thread % WARP;
   u32 low = __reduce_min_sync(ALL_LANES, mine.low), high = __reduce_max_sync(ALL_LANES, mine.high);
   if (lane == 0) {
@@ -106,7 +117,8 @@ struct Entry {
   i32 host_slot;  // -1: none
   i32 level;      // its priority
   bool missing;   // absent when looked up
-  bool mine;      // and claimed here
+  bool mine;      // and claimed here,
+  bool appended;  // or a new row
   Victim victim;  // who leaves for it, when mine
 };
 
@@ -115,9 +127,10 @@ DEVICE i32 pack(u32 place, i32 level, i32 floor) {
   return -2 - i32(place << SCORE_BITS | u32(level - floor));
 }
 
+template <u32 THREADS>
 DEVICE Entry entry_of(const ResidentArguments& a, u32 tile, u32 thread) {
   const u32 row = tile / a.tiles_per_row, part = tile % a.tiles_per_row, lane = thread % WARP;
-  const u32 column = (part * WARPS + thread / WARP) * a.lanes + lane;
+  const u32 column = (part * (THREADS / WARP) + thread / WARP) * a.lanes + lane;
   Entry entry = {};
   entry.host_slot = entry.victim.slot = entry.victim.owner = NONE;
   entry.index = ALL_LANES;
@@ -128,27 +141,55 @@ DEVICE Entry entry_of(const ResidentArguments& a, u32 tile, u32 thread) {
   return entry;
 }
 
+template <u32 THREADS>
 DEVICE Entry unpack(const ResidentArguments& a, u32 tile, u32 thread, i32 floor) {
-  Entry entry = entry_of(a, tile, thread);
+  Entry entry = entry_of<THREADS>(a, tile, thread);
   if (entry.host_slot < 0) return entry;
   const i32 state = a.device_slots[entry.index];
   entry.missing = state < NONE;
   if (entry.missing) {
     const u32 packed = u32(-2 - state), place = packed >> SCORE_BITS;
     entry.level = floor + i32(packed & SCORE_LEVELS);
-    entry.mine = place != LATE;
+    entry.mine = place < LATE;
+    entry.appended = place == NEW;
     if (entry.mine) entry.victim = name_victim(a.layer, place);
   }
   return entry;
 }
 
-// Look an entry up: protect it where it is resident, claim it where it isn't.
-DEVICE void look_up(const ResidentArguments& a, Entry* entry, i32 found, i32 floor, i32 used,
-                    RecallShared* shared, u32 lane) {
+// New rows' host slots, two a lane.
+struct NewSlots {
+  i32 first, second;
+};
+
+DEVICE NewSlots load_new_slots(const ResidentArguments& a, u32 lane) {
+  const u32 count = a.new_rows.count;
+  return {lane < count ? a.new_rows.host_slots[lane] : NONE,
+          lane + WARP < count ? a.new_rows.host_slots[lane + WARP] : NONE};
+}
+
+DEVICE bool is_new(const ResidentArguments& a, const NewSlots& slots, i32 host_slot) {
+  bool found = false;
+  for (u32 i = 0; i < u32(a.new_rows.count); i++)
+    found |= __shfl_sync(ALL_LANES, i < WARP ? slots.first : slots.second, i % WARP) == host_slot;
+  return found;
+}
+
+// Claim an entry that is absent; a new row is claimed by who appends it.
+DEVICE void claim_entry(const ResidentArguments& a, Entry* entry, i32 found,
+                        const NewSlots& new_slots) {
   entry->missing = entry->host_slot >= 0 && found < 0;
-  if (entry->missing) entry->mine = claim(a.layer, entry->host_slot);
+  if (__ballot_sync(ALL_LANES, entry->missing) == 0) return;
+  entry->appended = is_new(a, new_slots, entry->host_slot) && entry->missing;
+  if (entry->missing && !entry->appended) entry->mine = claim(a.layer, entry->host_slot);
+}
+
+// Protect an entry that was found.
+template <u32 THREADS>
+DEVICE void protect(const ResidentArguments& a, const Entry& entry, i32 found, i32 floor, i32 used,
+                    RecallShared<THREADS>* shared, u32 lane) {
   i32 before = floor + 1;  // its priority
-  if (found >= 0) before = atomicMax(a.layer.priority + found, entry->level);
+  if (found >= 0) before = atomicMax(a.layer.priority + found, entry.level);
   const u32 hits = __ballot_sync(ALL_LANES, before <= floor);
   const u32 touched = __ballot_sync(ALL_LANES, before < used);
   if (lane != 0) return;
@@ -166,13 +207,16 @@ DEVICE void take_places(const ResidentArguments& a, Entry* entry, u32 claimed, u
 }
 
 // Count a claim among the block's; how many of its stretch were before it.
-DEVICE u32 count_claim(const ResidentArguments& a, RecallShared* shared, const Entry& entry) {
+template <u32 THREADS>
+DEVICE u32 count_claim(const ResidentArguments& a, RecallShared<THREADS>* shared,
+                       const Entry& entry) {
   return entry.mine ? atomicAdd(&shared->claims[u32(entry.host_slot) / a.stretch], 1u) : 0;
 }
 
 // When all are counted: put a claim where it belongs. How many the block has.
-DEVICE u32 place_claim(const ResidentArguments& a, RecallShared* shared, const Entry& entry,
-                       u32* at, u32 lane) {
+template <u32 THREADS>
+DEVICE u32 place_claim(const ResidentArguments& a, RecallShared<THREADS>* shared,
+                       const Entry& entry, u32* at, u32 lane) {
   u32 claims;
   const u32 before = lanes_before(shared->claims[lane], lane, &claims);
   *at += __shfl_sync(ALL_LANES, before, entry.mine ? u32(entry.host_slot) / a.stretch : 0);
@@ -185,11 +229,20 @@ DEVICE bool fits_registers(const ResidentArguments& a) {
   return a.words_of_16 && u32(a.layer.row_bytes) <= WORDS_HELD * 16;
 }
 
-// Move the block's claims, every WARPS-th by a warp; it may have its first row in hand, in `held`.
-DEVICE void move_claims(const ResidentArguments& a, const RecallShared* shared,
+// How many warps move a block's claims: a few rows each, whatever `movers` leaves of them.
+template <u32 THREADS>
+DEVICE u32 moving_warps(const ResidentArguments& a, u32 claims) {
+  const u32 wanted = ceil_div(claims, ROWS_OF_MOVER), least = a.movers;
+  return smaller(wanted > least ? wanted : least, THREADS / WARP);
+}
+
+// Move the block's claims, every movers-th by a warp; it may have its first row in hand, in `held`.
+template <u32 THREADS>
+DEVICE void move_claims(const ResidentArguments& a, const RecallShared<THREADS>* shared,
                         u32 claims, const RowWords& held, bool has_first, u32 warp, u32 lane) {
-  const u32 row_bytes = a.layer.row_bytes;
-  for (u32 at = warp; at < claims; at += WARPS) {
+  const u32 row_bytes = a.layer.row_bytes, movers = moving_warps<THREADS>(a, claims);
+  if (warp >= movers) return;
+  for (u32 at = warp; at < claims; at += movers) {
     const i32 slot = shared->device_slots[at];
     if (slot < 0) continue;
     u8* to = device_row(a.layer, slot);
@@ -200,11 +253,17 @@ DEVICE void move_claims(const ResidentArguments& a, const RecallShared* shared,
   }
 }
 
-// Wait for a row that another entry claimed, and raise its priority.
-DEVICE void follow(const ResidentArguments& a, const Entry& entry) {
-  const i32 slot = await_claim(a.layer, entry.host_slot);
-  if (slot >= 0) atomicMax(a.layer.priority + slot, entry.level);
-  a.device_slots[entry.index] = slot;
+// Wait for a row that another has claimed, and raise its priority. Whoever raises a new row's first
+// counts it as found. (A claimed row's owner has counted it; its own raise may come later.)
+DEVICE void follow(const ResidentArguments& a, const Entry& entry, i32 floor, u32 lane) {
+  i32 before = floor + 1;
+  if (entry.missing && !entry.mine) {
+    const i32 slot = await_claim(a.layer, entry.host_slot);
+    if (slot >= 0) before = atomicMax(a.layer.priority + slot, entry.level);
+    a.device_slots[entry.index] = slot;
+  }
+  const u32 hits = __ballot_sync(ALL_LANES, entry.appended && before <= floor);
+  if (lane == 0) add_total(a.layer.totals, HITS, __popc(hits));
 }
 
 DEVICE void say_where(const ResidentArguments& a, const Entry& entry, i32 found) {
@@ -213,17 +272,20 @@ DEVICE void say_where(const ResidentArguments& a, const Entry& entry, i32 found)
 }
 
 // ONE_TILE: a block has no other.
-template <bool ONE_TILE>
+template <u32 THREADS, bool ONE_TILE>
 DEVICE void make_tiles_resident(const ResidentArguments& a) {
-  RecallShared* shared = reinterpret_cast<RecallShared*>(shared_memory());
+  RecallShared<THREADS>* shared = reinterpret_cast<RecallShared<THREADS>*>(shared_memory());
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
-  const u32 block = block_index(), last = ONE_TILE ? block + 1 : u32(a.tiles);
+  const u32 block = block_index(), blocks = grid_size() - (a.new_rows.count != 0 ? 1 : 0);
   wait_for_previous();
   let_next_start();
+  if (block == blocks) return append_block<THREADS>(a.layer, a.new_rows, 0, false);
+  const u32 last = ONE_TILE ? block + 1 : u32(a.tiles);
   // Most of the priorities' lines will be wanted when the lookups are done.
   const u32 line = (block * THREADS + thread) * LINE_SLOTS;
   if (line < u32(a.layer.slots)) fetch_line(a.layer.priority + line);
   const i32 floor = *a.layer.floor, used = used_since(a.layer, floor);
+  const NewSlots new_slots = load_new_slots(a, lane);
   if (thread < STRETCHES) shared->claims[thread] = 0;
   if (thread == 0) {
     shared->hits = shared->touched = 0;
@@ -234,15 +296,16 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   i32 where = NONE;  // `mine` is, when it was looked up
   u32 at = 0;        // among the block's claims
   bool missed = false;
-  for (u32 tile = block; tile < last; tile += grid_size()) {
-    Entry entry = entry_of(a, tile, thread);
+  for (u32 tile = block; tile < last; tile += blocks) {
+    Entry entry = entry_of<THREADS>(a, tile, thread);
     const float score = entry.index != ALL_LANES ? a.scores[entry.index] : 0;
-    const Extremes extremes = extremes_of_row(a, tile / a.tiles_per_row, thread);
+    const Extremes extremes = extremes_of_row<THREADS>(a, tile / a.tiles_per_row, thread);
     const i32 found =
         entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
+    claim_entry(a, &entry, found, new_slots);
     if (!ONE_TILE && tile != block) block_sync();  // the row before is read
-    entry.level = floor + level_of(score, range_of_row(extremes, shared, thread));
-    look_up(a, &entry, found, floor, used, shared, lane);
+    entry.level = floor + level_of(score, range_of_row<THREADS>(extremes, shared, thread));
+    protect(a, entry, found, floor, used, shared, lane);
     missed = missed || entry.missing;
     if (ONE_TILE || tile == block) {
       mine = entry;
@@ -252,8 +315,8 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
       take_places(a, &entry, __ballot_sync(ALL_LANES, entry.mine), lane);
       say_where(a, entry, found);
       if (entry.missing)
-        a.device_slots[entry.index] =
-            pack(entry.mine ? entry.victim.place : LATE, entry.level, floor);
+        a.device_slots[entry.index] = pack(
+            entry.mine ? entry.victim.place : entry.appended ? NEW : LATE, entry.level, floor);
     }
   }
 
@@ -271,7 +334,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   if (thread == WARP && claims != 0) place = take_names(a.layer, claims);
   block_sync();
   RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
-  const bool ahead = fits_registers(a) && warp < claims;
+  const bool ahead = fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
   if (ahead)
     held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
   if (thread == WARP) shared->place = place;
@@ -280,14 +343,14 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   if (thread == 0) grid_wait(a.layer.barrier, before);
   block_sync();
 
-  for (u32 tile = block; tile < last; tile += grid_size()) {
+  for (u32 tile = block; tile < last; tile += blocks) {
     const bool first = ONE_TILE || tile == block;
     Entry entry = mine;
     if (!first) {
       block_sync();  // the claims before are moved
       if (thread < STRETCHES) shared->claims[thread] = 0;
       block_sync();
-      entry = unpack(a, tile, thread, floor);
+      entry = unpack<THREADS>(a, tile, thread, floor);
       at = count_claim(a, shared, entry);
       block_sync();
       claims = place_claim(a, shared, entry, &at, lane);
@@ -306,9 +369,10 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     block_sync();
     move_claims(a, shared, claims, held, first && ahead, warp, lane);
   }
-  for (u32 tile = block; tile < last; tile += grid_size()) {
-    const Entry entry = ONE_TILE || tile == block ? mine : unpack(a, tile, thread, floor);
-    if (entry.missing && !entry.mine) follow(a, entry);
+  for (u32 tile = block; tile < last; tile += blocks) {
+    const Entry entry =
+        ONE_TILE || tile == block ? mine : unpack<THREADS>(a, tile, thread, floor);
+    follow(a, entry, floor, lane);
   }
   if (thread == 0) {
     add_total(a.layer.totals, RECALLED, shared->recalled);
@@ -318,10 +382,17 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
 }
 
 KERNEL(RECALL_THREADS, 2) void make_resident(ARGUMENTS ResidentArguments a) {
-  make_tiles_resident<true>(a);
+  make_tiles_resident<RECALL_THREADS, true>(a);
 }
 KERNEL(RECALL_THREADS, 2) void make_many_resident(ARGUMENTS ResidentArguments a) {
-  make_tiles_resident<false>(a);
+  make_tiles_resident<RECALL_THREADS, false>(a);
+}
+// The same, each block with an SM for itself.
+KERNEL(WIDE_THREADS, 1) void make_resident_beside(ARGUMENTS ResidentArguments a) {
+  make_tiles_resident<WIDE_THREADS, true>(a);
+}
+KERNEL(WIDE_THREADS, 1) void make_many_resident_beside(ARGUMENTS ResidentArguments a) {
+  make_tiles_resident<WIDE_THREADS, false>(a);
 }
 
 // Copying alone: one warp a row, over as many rows as there turn out to be.
@@ -336,6 +407,7 @@ struct GatherArguments {
 };
 
 KERNEL(RECALL_THREADS, 2) void gather_rows(ARGUMENTS GatherArguments a) {
+  constexpr u32 WARPS = RECALL_THREADS / WARP;
   const u32 lane = thread_index() % WARP, warps = grid_size() * WARPS;
   const u32 count = *a.count;
   for (u32 at = thread_index() / WARP * grid_size() + block_index(); at < count; at += warps) {

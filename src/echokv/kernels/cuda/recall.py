@@ -6,43 +6,44 @@ to at the start of the step, and passes over those that have been used since the
 """
 
 import ctypes
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from echokv.kernels.cache_args import check_entries, check_pools, check_scalars
 from echokv.kernels.checks import check_tensor
-from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
-from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.cuda.launch import MAX_SHARED_BYTES, Arguments, CudaModule, pointer
+from echokv.kernels.cuda.layer import (
+    BLOCKS_PER_SM,
+    EARLY,
+    AppendedRows,
+    Layer,
+    append_shared_bytes,
+    layer_of,
+    moves_16_bytes,
+    rows_to_append,
+)
+from echokv.kernels.fused_layer import MOST_NEW_ROWS, FusedLayer, NewRows
 
-MODULE = CudaModule("recall", threads=512)
-KERNELS = ("make_resident", "make_many_resident", "gather_rows")
+WIDE_THREADS = 1024
+"""Of a block that has its SM for itself."""
 
-_WARPS = 16
-EARLY = True
-"""Whether kernels start while the one before them ends (programmatic dependent launch)."""
+_WIDE = ("make_resident_beside", "make_many_resident_beside")
+KERNELS = ("make_resident", "make_many_resident", *_WIDE, "gather_rows")
+MODULE = CudaModule("recall", threads=512, others=dict.fromkeys(_WIDE, WIDE_THREADS))
 
-BLOCKS_PER_SM = 2
-"""Of `make_resident`, all at once; see the launch bounds in recall.cu."""
+BESIDE = 5
+"""Of so many SMs, one is left to a recall that runs beside other kernels."""
+
+MOVERS = 4
+"""Warps of such a block that move rows, each one row at a time: 208 rows on an H200. With four
+times as many the recall is no faster, and what runs beside it slower."""
 
 _GATHER_BLOCKS = 264
+_FEW_ENTRIES = 4096  # of a selection
 _STRETCHES = 32
-
-
-class Layer(Arguments):
-    """One layer's tensors; see claims.cuh."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "floor", "host_to_device", "priority", "device_to_host", "device_free", "ready",
-                "cursor", "totals", "barrier", "host_rows", "device_rows",
-            )
-        ),
-        ("row_bytes", ctypes.c_int32),
-        ("slots", ctypes.c_int32),
-    )  # fmt: skip
 
 
 class ResidentArguments(Arguments):
@@ -50,10 +51,11 @@ class ResidentArguments(Arguments):
 
     _fields_ = (
         ("layer", Layer),
+        ("new_rows", AppendedRows),
         *((name, ctypes.c_void_p) for name in ("host_slots", "scores", "device_slots")),
         *(
             (name, ctypes.c_int32)
-            for name in ("k", "tiles", "tiles_per_row", "lanes", "words_of_16", "stretch")
+            for name in ("k", "tiles", "tiles_per_row", "lanes", "movers", "words_of_16", "stretch")
         ),
     )
 
@@ -77,22 +79,29 @@ def make_resident(
     layer: FusedLayer,
     device_slots: Tensor,
     *,
+    new_rows: NewRows | None = None,
+    beside: bool = False,
     lanes: int | None = None,
 ) -> None:
     """Fetch what is missing of a selection, evicting as needed, and say where all of it is.
 
-    What `lookup`, `free`, `allocate`, `recall` and `translate` do in sequence with the priorities
-    of `score_priorities`, but for two freedoms: which free slot a row gets, and which of equally
-    old rows leave. Every missing row takes the next name on the ready list whose slot hasn't been
-    used since it was listed. Where the list ends, the row stays absent: device slot -1, and it is
-    missing from totals[4].
+    What `append_rows` of the new rows and then `lookup`, `free`, `allocate`, `recall` and
+    `translate` do in sequence with the priorities of `score_priorities`, but for two freedoms:
+    which free slot a row gets, and which of equally old rows leave. Every missing row takes the
+    next name on the ready list whose slot hasn't been used since it was listed. Where the list
+    ends, the row stays absent: device slot -1, and it is missing from totals[4].
 
     Args:
         host_slots: [T, k] int32, -1 for none; duplicates allowed.
         scores: [T, k] float32; whatever where host_slots is -1.
-        layer: in place; totals += distinct rows found, recalled, evicted, 0, allocated.
+        layer: in place; totals += distinct rows found, recalled, evicted, written, allocated.
         device_slots: [T, k] int32 out, -1 exactly where host_slots is -1 or no room was left.
+        new_rows: at most MOST_NEW_ROWS, appended first; a selection may name them.
+        beside: leave most SMs to kernels on other streams.
         lanes: entries of a warp, at most 32; None: by the size of the selection.
+
+    Raises:
+        ValueError: too many new rows, or a tensor that isn't as above.
     """
     layer.check()
     device = layer.priority.device
@@ -100,31 +109,43 @@ def make_resident(
     rows, k = host_slots.shape
     check_tensor("scores", scores, (rows, k), torch.float32, device=device)
     check_tensor("device_slots", device_slots, (rows, k), torch.int32, device=device)
-    if rows == 0 or k == 0:
+    new = _no_rows(layer) if new_rows is None else new_rows
+    _check_new_rows(new, layer)
+    count = new.host_slots.shape[0]
+    if (rows == 0 or k == 0) and count == 0:
         return
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    plan = resident_plan(rows, k, sms, lanes)
+    plan = resident_plan(rows, k, sms, lanes, beside=beside)
+    appending = append_shared_bytes(plan.threads, count, layer.device_rows.shape[1])
+    room = MAX_SHARED_BYTES if plan.wide else MAX_SHARED_BYTES // BLOCKS_PER_SM
+    staged = count > 0 and appending <= room
     arguments = ResidentArguments(
-        layer_of(layer), pointer(host_slots), pointer(scores), pointer(device_slots), k,
-        plan.tiles, plan.tiles_per_row, plan.lanes,
+        layer_of(layer), rows_to_append(new, layer, each=max(1, count), staged=staged),
+        pointer(host_slots), pointer(scores), pointer(device_slots), k,
+        plan.tiles, plan.tiles_per_row, plan.lanes, plan.movers,
         moves_16_bytes(layer.host_rows, layer.device_rows), stretch_of(layer),
     )  # fmt: skip
     kernel = "make_resident" if plan.tiles == plan.blocks else "make_many_resident"
+    shared_bytes = max(resident_shared_bytes(plan.threads), appending if staged else 0)
     MODULE.launch(
-        kernel, arguments, device, blocks=plan.blocks,
-        shared_bytes=resident_shared_bytes(MODULE.threads), early=EARLY,
+        f"{kernel}_beside" if plan.wide else kernel, arguments, device,
+        blocks=plan.blocks + (count > 0), early=EARLY,
+        shared_bytes=MAX_SHARED_BYTES if plan.wide else shared_bytes,
     )  # fmt: skip
 
 
-def layer_of(layer: FusedLayer) -> Layer:
-    """The same as kernels take it."""
-    slots, row_bytes = layer.device_rows.shape
-    return Layer(
-        pointer(layer.floor), pointer(layer.host_to_device), pointer(layer.priority),
-        pointer(layer.device_to_host), pointer(layer.device_free), pointer(layer.ready),
-        pointer(layer.cursor), pointer(layer.totals), pointer(layer.barrier),
-        pointer(layer.host_rows), pointer(layer.device_rows), row_bytes, slots,
-    )  # fmt: skip
+def _no_rows(layer: FusedLayer) -> NewRows:
+    return NewRows(layer.priority[:0], layer.device_rows[:0])
+
+
+def _check_new_rows(new: NewRows, layer: FusedLayer) -> None:
+    device = layer.priority.device
+    check_entries(device, new.host_slots)
+    count = new.host_slots.shape[0]
+    if count > MOST_NEW_ROWS:
+        raise ValueError(f"{count} new rows in one launch; at most {MOST_NEW_ROWS} are possible")
+    shape = (count, layer.device_rows.shape[1])
+    check_tensor("new_rows.rows", new.rows, shape, torch.uint8, device=device)
 
 
 def recall(
@@ -143,7 +164,7 @@ def recall(
         pointer(host_slots), pointer(count), pointer(slot_buffer), pointer(host_rows),
         pointer(device_rows), device_rows.shape[1], moves_16_bytes(host_rows, device_rows),
     )  # fmt: skip
-    blocks = min(-(-entries // _WARPS), _GATHER_BLOCKS)
+    blocks = min(-(-entries // (MODULE.threads // 32)), _GATHER_BLOCKS)
     MODULE.launch("gather_rows", arguments, device, blocks=blocks)
 
 
@@ -157,33 +178,52 @@ def stretch_of(layer: FusedLayer) -> int:
     return max(1, -(-layer.host_rows.shape[0] // _STRETCHES))
 
 
+@dataclass(frozen=True, kw_only=True)
 class ResidentPlan:
     """How a selection is cut up: a tile is one block's share, of one row."""
 
-    def __init__(self, rows: int, k: int, lanes: int, most_blocks: int, warps: int) -> None:
-        self.lanes = lanes
-        self.tiles_per_row = -(-k // (warps * lanes))
-        self.tiles = rows * self.tiles_per_row
-        self.blocks = min(self.tiles, most_blocks)
+    tiles: int
+    tiles_per_row: int
+    lanes: int  # entries of a warp
+    blocks: int
+    threads: int  # of a block
+    movers: int  # warps of a block that move rows
+    wide: bool  # whether each block has its SM for itself
+
+    @classmethod
+    def of(
+        cls, rows: int, k: int, lanes: int, most_blocks: int, threads: int, *, wide: bool = False
+    ) -> Self:
+        """Tiles of so many lanes by at most so many blocks."""
+        warps = threads // 32
+        tiles_per_row = -(-k // (warps * lanes))
+        tiles = rows * tiles_per_row
+        return cls(
+            tiles=tiles,
+            tiles_per_row=tiles_per_row,
+            lanes=lanes,
+            blocks=min(tiles, most_blocks),
+            threads=threads,
+            movers=min(MOVERS, warps) if wide else warps,
+            wide=wide,
+        )
 
 
 def resident_plan(
-    rows: int, k: int, sms: int, lanes: int | None = None, warps: int = _WARPS
+    rows: int, k: int, sms: int, lanes: int | None = None, *, beside: bool = False
 ) -> ResidentPlan:
     """Few entries a warp, since a warp copies what its own entries miss; one block an SM if it can.
 
-    All blocks are resident at once, which the wait inside relies on.
+    All blocks are resident at once, and one that appends with them, which the wait inside relies
+    on. Beside other kernels, a selection that is no larger than a block's threads a few times is
+    looked up on all SMs all the same: little of it can be missing.
     """
-    most = BLOCKS_PER_SM * sms
-    if lanes is not None:
-        return ResidentPlan(rows, k, lanes, most, warps)
-    for few in (4, 8, 16, 32):
-        plan = ResidentPlan(rows, k, few, most, warps)
-        if plan.tiles <= sms:
+    wide = beside and rows * k > _FEW_ENTRIES
+    few_sms = max(1, sms // BESIDE) if wide else sms
+    most = few_sms if wide else BLOCKS_PER_SM * sms - 1
+    threads = WIDE_THREADS if wide else MODULE.threads
+    for width in (4, 8, 16, 32) if lanes is None else (lanes,):
+        plan = ResidentPlan.of(rows, k, width, most, threads, wide=wide)
+        if plan.tiles <= few_sms:
             break
     return plan
-
-
-def moves_16_bytes(*pools: Tensor) -> int:
-    """Whether rows start at, and are made of, sixteen-byte words."""
-    return int(all(pool.shape[1] % 16 == 0 and pool.data_ptr() % 16 == 0 for pool in pools))

@@ -1,0 +1,134 @@
+// New rows: to host always, and to the device slots that they take in this step.
+//
+// A thread looks a row up, a warp moves it. A block that is alone needs no barrier over the grid,
+// and guesses before it has looked that every row is absent and nobody else takes names: who leaves
+// is known when that is. One that isn't claims what is absent before it waits for the others: they
+// may select a new row, and find it claimed by the time that they have waited.
+#pragma once
+#include "claims.cuh"
+#include "rows.cuh"
+
+#ifndef RECALL_THREADS
+#define RECALL_THREADS 512
+#endif
+
+struct NewRows {
+  const i32* host_slots;  // [count], distinct
+  const u8* rows;         // [count, row_bytes]
+  i32 count;
+  i32 each;    // rows of a block, at most one a thread
+  i32 staged;  // whether a block's rows fit into its shared memory and are made of 16-byte words
+  i32 pad;
+};
+
+template <u32 THREADS>
+struct alignas(16) AppendShared {
+  u32 absent[THREADS / WARP];
+  u32 written, evicted, allocated, touched;
+  u32 place;  // the block's first one in the ready list
+  u32 pad[3];
+  i32 slots[THREADS];  // of the rows, in the device pool
+};
+static_assert(sizeof(AppendShared<RECALL_THREADS>) ==
+                  (4 * (RECALL_THREADS / WARP + 8 + RECALL_THREADS) + 15) / 16 * 16,
+              "append.py");
+
+// A block's rows, wherever they are read from.
+struct BlockRows {
+  const u8* from;
+  u8* stage;  // in shared memory; null: they aren't there
+  u32 count;
+  u32 row_bytes;
+};
+
+template <u32 WARPS>
+DEVICE void stage_rows(const BlockRows& rows, u32 warp, u32 lane) {
+  for (u32 row = warp; row < rows.count; row += WARPS)
+    for (u32 at = lane * 16; at < rows.row_bytes; at += WARP * 16)
+      copy_async(rows.stage + row * rows.row_bytes + at,
+                 rows.from + u64(row) * rows.row_bytes + at);
+}
+
+// Each warp moves the rows that it staged.
+template <u32 WARPS>
+DEVICE void move_rows(const BlockRows& rows, u8* pool, const i32* slots, u32 warp, u32 lane) {
+  for (u32 row = warp; row < rows.count; row += WARPS) {
+    if (slots[row] < 0) continue;
+    u8* to = pool + u64(u32(slots[row])) * rows.row_bytes;
+    if (rows.stage != nullptr) {
+      for (u32 at = lane * 16; at < rows.row_bytes; at += WARP * 16)
+        store_row_words(to + at, load_words(rows.stage + row * rows.row_bytes + at));
+    } else {
+      copy_row(to, rows.from + u64(row) * rows.row_bytes, rows.row_bytes, false, lane);
+    }
+  }
+}
+
+// A block's part of an append, from its `first` row on. All blocks of a grid that isn't `alone` use
+// the layer's barrier, whatever they do.
+template <u32 THREADS>
+DEVICE void append_block(const Layer& layer, const NewRows& a, u32 first, bool alone) {
+  constexpr u32 WARPS = THREADS / WARP;
+  AppendShared<THREADS>* shared = reinterpret_cast<AppendShared<THREADS>*>(shared_memory());
+  const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
+  u8* stage = a.staged ? shared_memory() + sizeof(AppendShared<THREADS>) : nullptr;
+  const BlockRows rows = {a.rows + u64(first) * layer.row_bytes, stage,
+                          smaller(a.each, u32(a.count) - first), u32(layer.row_bytes)};
+  if (a.staged) stage_rows<WARPS>(rows, warp, lane);
+  if (thread == 0) shared->written = shared->evicted = shared->allocated = shared->touched = 0;
+  block_sync();
+
+  const i32 floor = *layer.floor, used = used_since(layer, floor);
+  const i32 host_slot = thread < rows.count ? a.host_slots[first + thread] : NONE;
+  const u32 guess = alone ? u32(load_shared_value(layer.cursor + TAKEN)) + thread : 0;
+  Victim victim = {ALL_LANES, NONE, NONE};
+  if (alone && host_slot >= 0) victim = name_victim(layer, guess);
+  const i32 found = host_slot >= 0 ? load_shared_value(layer.host_to_device + host_slot) : NONE;
+  bool missing = host_slot >= 0 && found < 0;
+  if (missing && !alone) missing = claim(layer, host_slot);
+  i32 before = floor;  // its priority
+  if (found >= 0) before = atomicMax(layer.priority + found, floor);
+  const u32 absent = __ballot_sync(ALL_LANES, missing);
+  const u32 touched = __ballot_sync(ALL_LANES, before < used);
+  if (lane == 0) shared->absent[warp] = __popc(absent);
+  if (lane == 0 && touched != 0) atomicAdd(&shared->touched, __popc(touched));
+  async_wait();
+  if (alone) move_rows<WARPS>(rows, layer.host_rows, a.host_slots + first, warp, lane);
+  block_sync();
+
+  u32 total;
+  const u32 warps_before = lanes_before(lane < WARPS ? shared->absent[lane] : 0, lane, &total);
+  const u32 nth = __shfl_sync(ALL_LANES, warps_before, warp) + __popc(absent & ((1u << lane) - 1));
+  u32 arrived = 0;
+  if (thread == 0 && !alone) arrived = grid_arrive(layer.barrier, block_index(), grid_size());
+  if (thread == WARP && total != 0) shared->place = take_names(layer, total);
+  if (!alone) move_rows<WARPS>(rows, layer.host_rows, a.host_slots + first, warp, lane);
+  if (thread == 0) {
+    count_touched(layer, shared->touched);
+    if (!alone && total != 0) grid_wait(layer.barrier, arrived);
+  }
+  block_sync();  // every row that is there is protected, every place is taken
+
+  i32 slot = found;
+  bool settled = false;
+  if (missing) {
+    if (victim.place != shared->place + nth) victim = name_victim(layer, shared->place + nth);
+    settled = settle(layer, &victim, host_slot, floor, floor);
+    slot = victim.slot;
+  }
+  if (thread < rows.count) shared->slots[thread] = slot;
+  const u32 allocated = __popc(__ballot_sync(ALL_LANES, settled));
+  const u32 evicted = __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
+  if (lane == 0 && absent != 0) {
+    atomicAdd(&shared->written, __popc(absent));
+    atomicAdd(&shared->allocated, allocated);
+    atomicAdd(&shared->evicted, evicted);
+  }
+  block_sync();
+  move_rows<WARPS>(rows, layer.device_rows, shared->slots, warp, lane);
+  if (thread == 0) {
+    add_total(layer.totals, WRITTEN, shared->written);
+    add_total(layer.totals, EVICTED, shared->evicted);
+    add_total(layer.totals, ALLOCATED, shared->allocated);
+  }
+}
