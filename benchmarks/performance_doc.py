@@ -155,10 +155,12 @@ def topk() -> str:
     shapes = {(row["rows"], row["width"]): None for row in rows}
     lines = [
         (f"{count} x {width:,}", *(median(rows, rows=count, width=width, variant=name)
-                                   for name in ("cuda", "cuda warm", "triton", "torch")))
+                                   for name in ("cuda", "cuda warm", "cuda, named", "triton", "torch")))
         for count, width in sorted(shapes)
     ]  # fmt: skip
-    return table(("rows x tokens", "CUDA", "CUDA, scores in L2", "Triton", "torch.topk"), lines)
+    header = ("rows x tokens", "CUDA", "CUDA, scores in L2", "CUDA, rows named", "Triton",
+              "torch.topk")  # fmt: skip
+    return table(header, lines)
 
 
 def scores() -> str:
