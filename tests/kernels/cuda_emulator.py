@@ -158,11 +158,11 @@ class Emulator:
         arguments = topk.TopkArguments(
             pointer(scores), pointer(context_lens), pointer(positions), pointer(kth),
             topk.name_arguments(names if named else None), width, k, chunk, cached, listed,
-            topk.segment_of(listed, cluster), topk.quads_a_score(k, TOPK_THREADS),
+            topk.quads_a_score(k, TOPK_THREADS),
         )  # fmt: skip
         shared = max(
             topk.FIXED_SHARED_BYTES + 4 * cached,
-            topk.list_bytes(listed, width, cluster),
+            topk.list_bytes(listed, chunk),
         )
         self._library.run_topk(
             rows * cluster, cluster, shared, self._next(), ctypes.byref(arguments)

@@ -133,7 +133,7 @@ def test_what_does_not_compile_is_an_error_with_the_log(
 def test_topk_covers_every_row_within_shared_memory(rows: int, width: int, most: int) -> None:
     cluster = topk.cluster_size(rows, width, 132, most)
     chunk, cached, shared_bytes = topk.part_of_row(width, cluster)
-    listed, list_bytes = topk.list_of_row(width, cluster, 2048)
+    listed, list_bytes = topk.list_of_row(width, chunk, 2048)
     assert listed >= min(width, 2048) or chunk > 2**18  # then only the sure way is left
     assert list_bytes <= 227 * 1024
     assert cluster in (1, 2, 4, 8, 16)

@@ -5,11 +5,13 @@
 #include "topk_digits.cuh"
 #include "topk_lists.cuh"
 
+DEVICE u32 log_blocks() { return WARP - 1 - __clz(cluster_size()); }  // a power of two, always
+
 // This block's part of a row of so many scores: rows are shorter than they may get, and each is
 // split evenly as it is.
 DEVICE Part part_of(const TopkArguments& a, u32 row, u32 length, u32 thread) {
   const u32 blocks = cluster_size(), warp = thread / WARP;
-  const u32 chunk = ceil_div((length + blocks - 1) >> (WARP - 1 - __clz(blocks)), 4) * 4;
+  const u32 chunk = ceil_div((length + blocks - 1) >> log_blocks(), 4) * 4;
   const u32 begin = smaller(cluster_rank() * chunk, length), size = smaller(chunk, length - begin);
   const float* scores = a.scores + u64(row) * a.width + begin;
   const u32 groups = ceil_div(size, GROUP), each = ceil_div(groups, WARPS);
@@ -41,11 +43,11 @@ DEVICE void write_all(const TopkArguments& a, u32 row, u32 at, bool present) {
 KERNEL(TOPK_THREADS, 2) void topk(ARGUMENTS TopkArguments arguments) {
   const TopkArguments& a = arguments;
   const u32 thread = thread_index(), blocks = cluster_size(), rank = cluster_rank();
-  const u32 k = a.k, row = block_index() >> (WARP - 1 - __clz(blocks));
+  const u32 k = a.k, row = block_index() >> log_blocks();
+  if (a.listed != 0) clear_lists(a, thread);
   wait_for_previous();
   const i32 context = a.context_lens[row];
-  const i32 request_row = a.names.host_slots != nullptr ? a.names.request_rows[row] : 0;
-  if (a.listed != 0) clear_lists(thread);  // while those are on their way
+  const i32 request_row = a.names.host_slots == nullptr ? 0 : a.names.request_rows[row];
   const u32 length = length_of(context, a.width);
   if (length < k) {  // everything is chosen; the same in the whole cluster
     for (u32 at = rank * THREADS + thread; at < k; at += blocks * THREADS)
@@ -53,8 +55,8 @@ KERNEL(TOPK_THREADS, 2) void topk(ARGUMENTS TopkArguments arguments) {
     if (rank == 0 && thread == 0) a.kth[row] = bits_float(0xff800000u);
     return;
   }
-  if (a.listed != 0 &&
-      topk_by_lists(a, part_of(a, row, length, thread), row, length, request_row, thread))
+  if (a.listed != 0 && topk_by_lists(a, part_of(a, row, length, thread), row, length,
+                                       request_row, thread))
     return;
   // Read again, lest what follows from it takes registers from the common way.
   const u32 same = length_of(load_shared_value(a.context_lens + row), a.width);

@@ -26,8 +26,8 @@ _BINS, _LANES, _PAIRS = 256, 32, 2 * (32 + MAX_CLUSTER)
 FIXED_SHARED_BYTES = 4 * (_BINS * _LANES + 2 * MAX_CLUSTER * _BINS + _BINS + _PAIRS + 4)
 """sizeof(TopkShared); the kept keys come after it."""
 
-LIST_SHARED_BYTES = 4 * (2048 + 6 * _LANES + 4 * MAX_CLUSTER + 8)
-"""sizeof(ListShared); lists come after it."""
+LIST_SHARED_BYTES = 4 * (2048 + 2 * _LANES + 2 * MAX_CLUSTER + 8)
+"""sizeof(ListShared); lists and maps come after it."""
 
 BY_LISTS = True
 """Whether rows go the common way of topk.cu first; the sure way alone is exact too."""
@@ -35,7 +35,7 @@ BY_LISTS = True
 _WHOLE_ROW = 8192  # scores; rows up to here are listed without a bound
 _LONG_ROW = 2**18  # scores; from here more than 8 blocks are worth their slower barriers
 _MAX_SAMPLES = 16  # of a thread: 4 * MAX_QUADS of topk_lists.cuh
-_EXPECTED = 64  # samples among the k best: EXPECTED of topk_lists.cuh
+_EXPECTED = 64  # samples among the k best, at least, unless that takes more
 
 
 class NameArguments(Arguments):
@@ -64,7 +64,6 @@ class TopkArguments(Arguments):
         ("chunk", ctypes.c_int32),
         ("cached", ctypes.c_int32),
         ("listed", ctypes.c_int32),
-        ("segment", ctypes.c_int32),
         ("quads_a_score", ctypes.c_float),
     )
 
@@ -125,12 +124,11 @@ def _select(
     large = not beside and width >= _LONG_ROW and rows <= _large_clusters(device)
     cluster = cluster_size(rows, width, sms, MAX_CLUSTER if large else PORTABLE_CLUSTER)
     chunk, cached, shared_bytes = part_of_row(width, cluster)
-    listed, bytes_of_lists = list_of_row(width, cluster, k) if BY_LISTS else (0, 0)
+    listed, bytes_of_lists = list_of_row(width, chunk, k) if BY_LISTS else (0, 0)
     shared_bytes = max(shared_bytes, bytes_of_lists)
     arguments = TopkArguments(
         pointer(scores), pointer(context_lens), pointer(positions), pointer(kth),
-        name_arguments(names), width, k, chunk, cached, listed, segment_of(listed, cluster),
-        quads_a_score(k, MODULE.threads),
+        name_arguments(names), width, k, chunk, cached, listed, quads_a_score(k),
     )  # fmt: skip
     MODULE.launch(
         "topk", arguments, device, blocks=rows * cluster, cluster=cluster,
@@ -167,12 +165,12 @@ def cluster_size(rows: int, width: int, sms: int, most: int) -> int:
     return size
 
 
-def quads_a_score(k: int, threads: int) -> float:
+def quads_a_score(k: int, threads: int = MODULE.threads) -> float:
     """Samples that a thread takes for each score of a row, in fours."""
     return _EXPECTED / (4 * k * threads)
 
 
-def list_of_row(width: int, cluster: int, k: int) -> tuple[int, int]:
+def list_of_row(width: int, chunk: int, k: int) -> tuple[int, int]:
     """How long the lists for a row may get, and the bytes of shared memory for that.
 
     The bound lies five standard deviations below where a sample expects the k-th score, so that
@@ -184,23 +182,17 @@ def list_of_row(width: int, cluster: int, k: int) -> tuple[int, int]:
         listed = width
     else:
         expected = min(_EXPECTED, k * threads * _MAX_SAMPLES / width)
-        rank = 1.3125 * expected + 24 + threads // _LANES
+        rank = 1.3125 * expected + 24 + threads // _LANES  # as sampled_bound's
         listed = int((rank + 6 * math.sqrt(rank)) * k / expected)
     listed = -(-max(listed, threads) // threads) * threads
-    nbytes = list_bytes(listed, width, cluster)
+    nbytes = list_bytes(listed, chunk)
     return (listed, nbytes) if nbytes <= MAX_SHARED_BYTES else (0, 0)
 
 
-def segment_of(listed: int, cluster: int) -> int:
-    """Keys that a block sends to the others: a third more than its share."""
-    return -(-listed // (3 * cluster)) * 4
-
-
-def list_bytes(listed: int, width: int, cluster: int) -> int:
-    """Shared memory of a block for so long lists of rows of so many scores."""
-    blocks = width // cluster // BLOCK_TOKENS + 3  # one begun at either end
-    everybody = 0 if cluster == 1 else segment_of(listed, cluster) * cluster
-    return LIST_SHARED_BYTES + 4 * (2 * listed + everybody + blocks)
+def list_bytes(listed: int, chunk: int) -> int:
+    """Shared memory of a block for so long a list and so many scores."""
+    blocks = chunk // BLOCK_TOKENS + 2  # one begun at either end
+    return LIST_SHARED_BYTES + 4 * (3 * listed + 3 * -(-chunk // _LANES) + blocks)
 
 
 def part_of_row(width: int, cluster: int) -> tuple[int, int, int]:

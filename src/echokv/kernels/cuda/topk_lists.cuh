@@ -1,55 +1,57 @@
 // The common way to the k best of a row; for topk.cu.
 //
 // It reads a row once. A sample of it gives a lower bound that the k best most likely exceed, and
-// not many others; each block lists what lies above the bound in its part of the row, in order of
-// position, and sends its list to the others. Each for itself fixes the k-th key among those few.
-// If the lists hold k keys or more, the k best of the row are among them, whatever the sample was
-// worth. Then every block writes what it contributes after the blocks before it; ties on the k-th
-// key go to the lower positions. Rows no longer than the lists may get are listed whole.
+// not many others; each block lists what lies above the bound in its part of the row, the blocks
+// read each other's lists, and each for itself fixes the k-th key among those few. If the lists
+// hold k keys or more, the k best of the row are among them, whatever the sample was worth. Then
+// every block marks what it contributes in a map of its part, and writes it in ascending position
+// after the blocks before it; ties on the k-th key go to the lower positions. Rows no longer than
+// the lists may get are listed whole.
 #pragma once
 #include "topk_part.cuh"
 
 constexpr u32 MAX_QUADS = 4;      // of samples of a thread
-constexpr float EXPECTED = 64;    // samples among the k best, where a thread takes so few
 constexpr u32 QUADS_AT_ONCE = 2;
 constexpr u32 AT_ONCE = 6;        // groups that a warp asks for at once
 constexpr u32 FINE_BITS = 11;     // of the digit that candidates are counted by
 constexpr u32 FINE = 1 << FINE_BITS;
+constexpr u32 MARKED_AT_ONCE = 4;  // candidates of a thread
+constexpr u32 NOWHERE = ALL_LANES;
 static_assert(FINE / THREADS % 4 == 0, "a lane reads its bins four at a time");
 
 struct Summary {  // of a block's list
-  u32 count;
-  u32 highest;     // key; where everything is listed, of those that are finite
-  u32 not_lowest;  // of those, ~ of the lowest key
-  u32 unused;
+  u32 count, highest;
 };
 
-// Shared memory of the common way; lists come after it.
+// Shared memory of the common way; lists and maps come after it.
 struct ListShared {
   u32 histogram[FINE];
-  u32 sums[4][WARP];  // one for each warp: of the sample, of two listings in turn, of the rest
+  u32 sums[WARP];  // one for each warp
   Summary summaries[MAX_CLUSTER];
   Summary mine;
-  u32 before[2];      // above and equal to the k-th key's digits in the blocks before this one
-  u32 last[WARP];     // the candidates that share those digits, where they are few
-  u32 earlier[WARP];  // of those, whether a block before this one has them
+  u32 before[2];   // above and equal to the k-th key in the blocks before this one
+  u32 last[WARP];  // the candidates that share the k-th key's digits, where they are few
   u32 last_count;
-  u32 unused;
+  u32 unused[3];
 };
-static_assert(sizeof(ListShared) == 9248, "LIST_SHARED_BYTES of topk.py");
+static_assert(sizeof(ListShared) == 8608, "LIST_SHARED_BYTES of topk.py");
 
 struct Lists {
-  u32* keys;    // of this block's part, those above the bound, in order of position
-  u32* places;  // where in the part; not used where everything is listed
-  u32* all;     // everybody's keys, a segment each
+  u32* keys;    // of this block's part, those above the bound, in any order
+  u32* places;  // where in the part; not used where everything is listed, in order
+  u32* all;     // everybody's keys, in the order of the blocks
+  u32* above;   // one bit a place
+  u32* equal;
+  u32* counts;  // of both in the words before, two counts in one
   i32* blocks;  // host blocks of the part
 };
 
-DEVICE Lists lists_after(const TopkArguments& a, ListShared* shared, u32 blocks) {
+DEVICE Lists lists_after(ListShared* shared, u32 listed, u32 chunk, u32 blocks) {
   u32* keys = reinterpret_cast<u32*>(shared + 1);
-  u32* all = keys + 2 * a.listed;
-  return {keys, keys + a.listed, blocks == 1 ? keys : all,
-          reinterpret_cast<i32*>(all + a.segment * blocks)};
+  u32* above = keys + 3 * listed;
+  const u32 words = ceil_div(chunk, WARP);
+  return {keys,          keys + listed,     blocks == 1 ? keys : keys + 2 * listed, above,
+          above + words, above + 2 * words, reinterpret_cast<i32*>(above + 3 * words)};
 }
 
 // Which scores of a row are its sample: four in each stretch, anywhere in it, lest they beat with a
@@ -117,9 +119,9 @@ DEVICE u32 sampled_bound(const Sample& sample, ListShared* shared, const float* 
     const u32 owner = __ffs(__ballot_sync(ALL_LANES, best == found)) - 1;
     if (lane == owner) best = second, second = 0;
   }
-  if (lane == 0) shared->sums[0][thread / WARP] = found / WARPS;
+  if (lane == 0) shared->sums[thread / WARP] = found / WARPS;
   block_sync();
-  return __reduce_add_sync(ALL_LANES, lane < WARPS ? shared->sums[0][lane] : 0);
+  return __reduce_add_sync(ALL_LANES, lane < WARPS ? shared->sums[lane] : 0);
 }
 
 // The digit of the wanted-th key from above in the histogram of candidates, whose bins begin with
@@ -141,9 +143,9 @@ DEVICE u32 fine_digit(ListShared* shared, u32* wanted, u32* sharing, u32 thread)
   u32 bins[OF_LANE], ignored;
   block_sync();
   const u32 sum = __reduce_add_sync(ALL_LANES, bins_of(warp, bins));
-  if (lane == 0) shared->sums[3][warp] = sum;
+  if (lane == 0) shared->sums[warp] = sum;
   block_sync();
-  const u32 part_sum = lane < WARPS ? shared->sums[3][lane] : 0;
+  const u32 part_sum = lane < WARPS ? shared->sums[lane] : 0;
   const u32 parts_before = lanes_before(part_sum, lane, &ignored);
   const bool in_part = parts_before < *wanted && *wanted <= parts_before + part_sum;
   const u32 part = __ffs(__ballot_sync(ALL_LANES, in_part)) - 1;
@@ -182,15 +184,12 @@ DEVICE void count_fine(ListShared* shared, u32 digit) {
   atomicAdd(&shared->histogram[FINE - 1 - digit], 1u);
 }
 
-// Groups that a warp has at once, of a part of so many.
-DEVICE u32 groups_at_once(u32 groups) { return smaller(ceil_div(groups, WARPS), AT_ONCE); }
-
-DEVICE void read_groups(const Part& part, u32 first, u32 each, Words* bits, u32 lane) {
+DEVICE void read_groups(const Part& part, u32 start, Words* bits, u32 lane) {
 #pragma unroll
   for (u32 i = 0; i < AT_ONCE; i++) {
+    const u32 first = (start + i * WARPS) * GROUP;
     bits[i] = {ALL_LANES, ALL_LANES, ALL_LANES, ALL_LANES};
-    if (i < each && (first + i) * GROUP < part.size)
-      bits[i] = read_scores(part, (first + i) * GROUP + lane * 4);
+    if (first < part.size) bits[i] = read_scores(part, first + lane * 4);
   }
 }
 
@@ -199,294 +198,196 @@ DEVICE u32 reaching(Words bits, float limit) {  // one bit a score; none for NaN
          u32(bits_float(bits.z) >= limit) << 2 | u32(bits_float(bits.w) >= limit) << 3;
 }
 
-// Three counts in one, of ten bits each.
-constexpr u32 FIELD = 10, IN_ALL = 1 | 1 << FIELD | 1 << 2 * FIELD;
-DEVICE u32 three_counts(u32 bits) {  // of four bits each
-  return __popc(bits & 15) | __popc(bits & 240) << FIELD | __popc(bits & 3840) << 2 * FIELD;
-}
-DEVICE u32 field(u32 counts, u32 i) { return counts >> i * FIELD & ((1 << FIELD) - 1); }
-DEVICE u32 sum_of_fields(u32 counts) {
-  return field(counts, 0) + field(counts, 1) + field(counts, 2);
-}
-
-// List what reaches the bound, which exceeds the lowest key, in order; counts go on past the end of
-// the list. `bits` are the warp's first groups.
+// List what reaches the bound, which exceeds the lowest key; counts go on past the end of the list.
+// `bits` are the warp's first groups.
 DEVICE void list_candidates(const Part& part, const Lists& lists, ListShared* shared, u32 listed,
                             u32 bound, Words* bits, u32 thread) {
   const u32 lane = thread % WARP, warp = thread / WARP, groups = ceil_div(part.size, GROUP);
-  const u32 each = groups_at_once(groups);
   const float limit = bits_float(order_bits(bound));
-  u32 highest = 0, done = 0, side = 1;
+  u32 highest = 0;
 #pragma unroll 1
-  for (u32 start = 0; start < groups; start += each * WARPS, side = 3 - side) {
-    const u32 first = start + warp * each;
-    if (start != 0) read_groups(part, first, each, bits, lane);
+  for (u32 start = warp; start < groups; start += AT_ONCE * WARPS) {
     u32 found = 0;
+    if (start != warp) read_groups(part, start, bits, lane);
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE; i++)
-      if (i < each) found |= reaching(bits[i], limit) << (4 * i);
-    // Where each group's go: after the groups before, and after the lanes before in the same.
-    u32 low_total, high_total = 0, all;
-    u32 low = lanes_before(three_counts(found), lane, &low_total), high = 0;
-    if (each > 3) high = lanes_before(three_counts(found >> 12), lane, &high_total);
-    const u32 in_low = sum_of_fields(low_total);
-    if (lane == 0) shared->sums[side][warp] = in_low + sum_of_fields(high_total);
-    low += (low_total << FIELD) + (low_total << 2 * FIELD);
-    high += (high_total << FIELD) + (high_total << 2 * FIELD) + in_low * IN_ALL;
-    block_sync();
-    const u32 of_warp = lane < WARPS ? shared->sums[side][lane] : 0;
-    const u32 warps_before = lanes_before(of_warp, lane, &all);
-    const u32 base = done + __shfl_sync(ALL_LANES, warps_before, warp);
-    done += all;
+      if (start + i * WARPS < groups) found |= reaching(bits[i], limit) << (4 * i);
+    u32 total, base = 0;
+    const u32 before = lanes_before(__popc(found), lane, &total);
+    if (total == 0) continue;
+    if (lane == 0) base = atomicAdd(&shared->mine.count, total);
+    u32 at = __shfl_sync(ALL_LANES, base, 0) + before;
+    for (; found != 0; found &= found - 1) {
+      const u32 i = __ffs(found) - 1;
+      const u32 place = (start + i / 4 * WARPS) * GROUP + lane * 4 + i % 4;
+      Words words = bits[0];  // registers have no index
 #pragma unroll
-    for (u32 i = 0; i < AT_ONCE; i++) {
-      if (i >= each || (found >> 4 * i & 15) == 0) continue;
-      u32 at = base + field(i < 3 ? low : high, i % 3);
-      const u32 place = (first + i) * GROUP + lane * 4;
-      const auto add = [&](u32 number, u32 score) {
-        if ((found >> (4 * i + number) & 1) == 0) return;
-        const u32 key = order_key(score);
-        highest = highest > key ? highest : key;
-        if (at < listed) lists.keys[at] = key, lists.places[at] = place + number;
-        at++;
-      };
-      add(0, bits[i].x);
-      add(1, bits[i].y);
-      add(2, bits[i].z);
-      add(3, bits[i].w);
+      for (u32 j = 1; j < AT_ONCE; j++)
+        if (i / 4 == j) words = bits[j];
+      const u32 low = i & 1 ? words.y : words.x, high = i & 1 ? words.w : words.z;
+      const u32 key = order_key(i & 2 ? high : low);
+      highest = highest > key ? highest : key;
+      if (at < listed) lists.keys[at] = key, lists.places[at] = place;
+      at++;
     }
   }
   highest = __reduce_max_sync(ALL_LANES, highest);
   if (lane == 0) atomicMax(&shared->mine.highest, highest);
-  if (thread == 0) shared->mine.count = done;
 }
 
-// List everything, in order.
-DEVICE void list_everything(const Part& part, const Lists& lists, ListShared* shared, Words* bits,
-                            u32 thread) {
+// List everything, in order; count the first digits if this block is alone.
+DEVICE void list_everything(const Part& part, const Lists& lists, ListShared* shared, u32 shift,
+                            bool alone, Words* bits, u32 thread) {
   const u32 lane = thread % WARP, warp = thread / WARP, groups = ceil_div(part.size, GROUP);
-  const u32 each = groups_at_once(groups);
-  u32 highest = 0, not_lowest = 0;
-  const auto look_at = [&](u32 key) {
-    if (key <= LOWEST || key >= HIGHEST) return;
-    highest = highest > key ? highest : key;
-    not_lowest = not_lowest > ~key ? not_lowest : ~key;
-  };
 #pragma unroll 1
-  for (u32 start = 0; start < groups; start += each * WARPS) {
-    const u32 first = start + warp * each;
-    if (start != 0) read_groups(part, first, each, bits, lane);
+  for (u32 start = warp; start < groups; start += AT_ONCE * WARPS) {
+    if (start != warp) read_groups(part, start, bits, lane);
 #pragma unroll
     for (u32 i = 0; i < AT_ONCE; i++) {
-      const u32 at = (first + i) * GROUP + lane * 4;
-      if (i >= each || at >= part.size) continue;
+      const u32 at = (start + i * WARPS) * GROUP + lane * 4;
+      if (at >= part.size) continue;
       const Words keys = to_keys(part, at, bits[i]);
       store_words(lists.keys + at, keys);
-      look_at(keys.x);
-      look_at(keys.y);
-      look_at(keys.z);
-      look_at(keys.w);
+      if (!alone) continue;
+      count_fine(shared, keys.x >> shift);
+      if (keys.y != 0) count_fine(shared, keys.y >> shift);
+      if (keys.z != 0) count_fine(shared, keys.z >> shift);
+      if (keys.w != 0) count_fine(shared, keys.w >> shift);
     }
   }
-  highest = __reduce_max_sync(ALL_LANES, highest);
-  not_lowest = __reduce_max_sync(ALL_LANES, not_lowest);
-  if (lane == 0) atomicMax(&shared->mine.highest, highest);
-  if (lane == 0) atomicMax(&shared->mine.not_lowest, not_lowest);
-  if (thread == 0) shared->mine.count = part.size;
+  if (thread == 0) shared->mine = {part.size, ALL_LANES};
 }
 
-// Everybody's lists, as far as a lane knows: lane i of each warp has the length of block i's, and
-// where in `all` its keys are.
-struct Everybody {
-  u32 blocks, count, start;
-};
-
-// Call visit(key, block) for each of everybody's candidates; lists start at multiples of four.
-template <typename Visit>
-DEVICE void for_each_candidate(const Lists& lists, const Everybody& every, u32 thread,
-                               Visit visit) {
+// Everybody's candidates to this block, counting their first digit above the bound. Lane i of each
+// warp knows the length of block i's list, and how many come before it.
+DEVICE void gather_candidates(const Lists& lists, ListShared* shared, u32 blocks, u32 count,
+                              u32 before, u32 bound, u32 shift, u32 thread) {
   const u32 lane = thread % WARP, warp = thread / WARP;
-  const u32 warps_each = WARPS > every.blocks ? WARPS / every.blocks : 1;
-  for (u32 other = warp / warps_each; other < every.blocks; other += WARPS) {
-    const u32* keys = lists.all + __shfl_sync(ALL_LANES, every.start, other);
-    const u32 count = __shfl_sync(ALL_LANES, every.count, other);
-#pragma unroll 2
-    for (u32 at = (warp % warps_each * WARP + lane) * 4; at < count; at += warps_each * GROUP) {
-      const Words four = load_words(keys + at);
-      visit(four.x, other);
-      if (at + 1 < count) visit(four.y, other);
-      if (at + 2 < count) visit(four.z, other);
-      if (at + 3 < count) visit(four.w, other);
+  const u32 warps_each = WARPS > blocks ? WARPS / blocks : 1;
+  for (u32 other = warp / warps_each; other < blocks; other += WARPS) {
+    const u32 size = __shfl_sync(ALL_LANES, count, other);
+    u32* target = lists.all + __shfl_sync(ALL_LANES, before, other);
+    const u32* source = peer(lists.keys, other);
+#pragma unroll 4
+    for (u32 at = warp % warps_each * WARP + lane; at < size; at += warps_each * WARP) {
+      const u32 key = source[at];
+      target[at] = key;
+      count_fine(shared, (key - bound) >> shift);
     }
   }
 }
 
-// This block's list to everybody, if it fits a segment.
-DEVICE void send_list(const TopkArguments& a, const Lists& lists, ListShared* shared, u32 blocks,
-                      u32 rank, u32 thread) {
-  const Summary mine = shared->mine;
-  if (thread < blocks) *peer(&shared->summaries[rank], thread) = mine;
-  if (blocks == 1 || mine.count > u32(a.segment)) return;
-  const u32 quads = ceil_div(mine.count, 4), shift = WARP - 1 - __clz(blocks);
-  for (u32 i = thread; i < quads * blocks; i += THREADS) {
-    const u32 at = (i >> shift) * 4;
-    store_words(peer(lists.all + rank * a.segment + at, i & (blocks - 1)),
-                load_words(lists.keys + at));
-  }
-}
-
-// Lists that don't all fit their segments, from where they are.
-DEVICE void gather_lists(const Lists& lists, const Everybody& every, u32 thread) {
-  const u32 warp = thread / WARP;
-  for (u32 other = 0; other < every.blocks; other++) {
-    u32* to = lists.all + __shfl_sync(ALL_LANES, every.start, other);
-    const u32 count = __shfl_sync(ALL_LANES, every.count, other);
-    const u32* from = peer(lists.keys, other);
-#pragma unroll 4
-    for (u32 at = warp * WARP + thread % WARP; at < count; at += THREADS) to[at] = from[at];
-  }
-}
-
-// How candidates are counted: by the upper digits of what their keys exceed the bound by; or, where
-// everything is listed, by steps of the score itself, which spread better than keys around 0.
-struct Digits {
-  u32 bound, shift;
-  float low, scale;  // scale 0: by keys
-};
-
-DEVICE bool is_exact(const Digits& digits) { return digits.shift == 0 && digits.scale == 0; }
-
-DEVICE u32 digits_of(const Digits& digits, u32 key) {
-  if (digits.scale == 0) return (key - digits.bound) >> digits.shift;
-  // Rounding keeps the order.
-  const float steps = (bits_float(order_bits(key)) - digits.low) * digits.scale;
-  return steps < 0 ? 0 : steps < FINE - 1 ? u32(steps) : FINE - 1;
-}
-
-DEVICE Digits digits_between(u32 bound, u32 highest) {
-  const u32 digits = WARP - __clz(highest - bound);
-  return {bound, digits > FINE_BITS ? digits - FINE_BITS : 0, 0, 0};
-}
-
-DEVICE Digits steps_between(u32 lowest, u32 highest) {
-  const float low = bits_float(order_bits(lowest)), width = bits_float(order_bits(highest)) - low;
-  const bool usable = lowest < highest && width < 1e38f;  // nor are there scores of one value only
-  return {0, WARP - FINE_BITS, low, usable ? __fdividef(FINE - 1, width) : 0};
-}
-
-// The k-th key, as far as it is known before those that share its digits are sorted out.
-struct Kth {
-  Digits digits;
-  u32 prefix;   // its digits
-  u32 sharing;  // so many keys have them; no more than WARP, unless digits are exact
-  u32 wanted;   // so many of those are among the k best
-};
-
-DEVICE Kth digits_of_kth(const Lists& lists, ListShared* shared, const Everybody& every, u32 k,
-                         const Digits& digits, u32 thread) {
-  Kth kth = {digits, 0, 0, k};
-  for_each_candidate(lists, every, thread,
-                     [&](u32 key, u32) { count_fine(shared, digits_of(digits, key)); });
-  kth.prefix = fine_digit(shared, &kth.wanted, &kth.sharing, thread);
-  while (!is_exact(kth.digits) && kth.sharing > WARP) {
+// The wanted-th key from above of everybody's, whose first digit is counted; takes what lies above
+// it off `wanted`.
+DEVICE u32 kth_of_all(const Lists& lists, ListShared* shared, u32 total, u32 bound, u32 shift,
+                      u32* wanted, u32 thread) {
+  u32 sharing, prefix = fine_digit(shared, wanted, &sharing, thread);
+  while (shift > 0 && sharing > WARP) {
     block_sync();  // everybody has read the histogram
     for (u32 i = thread * 4; i < FINE; i += THREADS * 4)
       store_words(shared->histogram + i, {0, 0, 0, 0});
     block_sync();
-    const bool anew = kth.digits.scale != 0;  // by keys
-    if (anew) kth = {{kth.digits.bound, kth.digits.shift, 0, 0}, 0, 0, k};
-    const u32 above = kth.digits.shift, step = anew ? 0 : smaller(above, FINE_BITS);
-    const u32 mask = anew ? FINE - 1 : (1u << step) - 1;
-    kth.digits.shift -= step;
-    for_each_candidate(lists, every, thread, [&](u32 key, u32) {
-      const u32 digits = digits_of(kth.digits, key);
-      if (anew || digits >> step == kth.prefix) count_fine(shared, digits & mask);
-    });
-    kth.prefix = kth.prefix << step | fine_digit(shared, &kth.wanted, &kth.sharing, thread);
+    const u32 step = smaller(shift, FINE_BITS), above = shift;
+    shift -= step;
+    for (u32 at = thread; at < total; at += THREADS) {
+      const u32 key = lists.all[at] - bound;
+      if (key >> above == prefix) count_fine(shared, key >> shift & ((1u << step) - 1));
+    }
+    prefix = prefix << step | fine_digit(shared, wanted, &sharing, thread);
   }
-  return kth;
-}
-
-// Note who shares the k-th key's digits, and count what the blocks before have above them.
-DEVICE void look_closer(const Lists& lists, ListShared* shared, const Everybody& every,
-                        const Kth& kth, u32 rank, u32 thread) {
-  const bool exact = is_exact(kth.digits);
-  u32 above = 0, equal = 0;
-  for_each_candidate(lists, every, thread, [&](u32 key, u32 other) {
-    const u32 digits = digits_of(kth.digits, key);
-    if (digits < kth.prefix) return;
-    const bool shares = digits == kth.prefix, earlier = other < rank;
-    above += earlier && !shares;
-    equal += earlier && shares && exact;
-    if (!shares || exact) return;
-    const u32 at = atomicAdd(&shared->last_count, 1u);
-    shared->last[at] = key;
-    shared->earlier[at] = earlier;
-  });
-  if (rank == 0) return;
-  above = __reduce_add_sync(ALL_LANES, above);
-  equal = __reduce_add_sync(ALL_LANES, equal);
-  if (thread % WARP == 0 && above != 0) atomicAdd(&shared->before[0], above);
-  if (thread % WARP == 0 && equal != 0) atomicAdd(&shared->before[1], equal);
-}
-
-// Write this block's share of the k best, in ascending position, and the k-th score.
-DEVICE void write_best(const TopkArguments& a, const Lists& lists, ListShared* shared,
-                       const Part& part, const Kth& kth, bool everything, u32 own, u32 row,
-                       u32 rank, u32 thread) {
-  const u32 lane = thread % WARP, warp = thread / WARP;
-  u32 threshold = kth.digits.bound + kth.prefix, wanted = kth.wanted;
-  u32 before = shared->before[0], ties_before = shared->before[1];
-  if (!is_exact(kth.digits)) {
-    threshold = rank_few(shared->last, kth.sharing, &wanted, lane);
-    const u32 key = lane < kth.sharing && shared->earlier[lane] ? shared->last[lane] : 0;
-    before += __popc(__ballot_sync(ALL_LANES, key > threshold));
-    ties_before += __popc(__ballot_sync(ALL_LANES, key == threshold));
+  if (shift == 0) return bound + prefix;
+  for (u32 at = thread; at < total; at += THREADS) {
+    const u32 key = lists.all[at];
+    if ((key - bound) >> shift == prefix) shared->last[atomicAdd(&shared->last_count, 1u)] = key;
   }
-  if (rank == 0 && thread == 0) a.kth[row] = bits_float(order_bits(threshold));
-  const u32 each = ceil_div(own, 4 * THREADS) * 4, first = smaller(thread * each, own);
-  const u32 last = smaller(first + each, own);
-  // Above and equal in one: a part has fewer than 2^16 candidates.
-  const auto kind = [&](u32 key, u32 at) {
-    return at >= last || key < threshold ? 0 : key > threshold ? 1u : 1u << 16;
-  };
-  u32 mine = 0, ignored;
-  for (u32 at = first; at < last; at += 4) {
-    const Words keys = load_words(lists.keys + at);
-    mine += kind(keys.x, at) + kind(keys.y, at + 1) + kind(keys.z, at + 2) + kind(keys.w, at + 3);
-  }
-  const u32 before_in_warp = lanes_before(mine, lane, &ignored);
-  if (lane == WARP - 1) shared->sums[0][warp] = before_in_warp + mine;
   block_sync();
-  const u32 warps_before =
-      lanes_before(lane < WARPS ? shared->sums[0][lane] : 0, lane, &ignored);
-  const u32 in_block = before_in_warp + __shfl_sync(ALL_LANES, warps_before, warp);
-  before += in_block & 0xffff, ties_before += in_block >> 16;
-  for (u32 at = first; at < last; at += 4) {
-    const Words keys = load_words(lists.keys + at);
-    const auto write = [&](u32 key, u32 nth) {
-      const u32 is = kind(key, nth);
-      if (is == 1 || (is != 0 && ties_before < wanted)) {
-        const u32 position = part.begin + (everything ? nth : lists.places[nth]);
-        write_chosen(a, row, before + smaller(ties_before, wanted), position, key,
-                     lists.blocks + (position / BLOCK_TOKENS - part.begin / BLOCK_TOKENS));
+  return rank_few(shared->last, sharing, wanted, thread % WARP);
+}
+
+// Mark in the maps which of this block's candidates are above or equal to the k-th key.
+DEVICE void mark(const Lists& lists, bool everything, u32 own, u32 threshold, u32 thread) {
+  if (everything) {
+    for (u32 start = thread / WARP * WARP; start < own; start += MARKED_AT_ONCE * THREADS) {
+      u32 keys[MARKED_AT_ONCE];
+#pragma unroll
+      for (u32 i = 0; i < MARKED_AT_ONCE; i++) {
+        const u32 at = start + i * THREADS + thread % WARP;
+        keys[i] = at < own ? lists.keys[at] : 0;
       }
-      before += is & 1, ties_before += is >> 16;
-    };
-    write(keys.x, at);
-    write(keys.y, at + 1);
-    write(keys.z, at + 2);
-    write(keys.w, at + 3);
+#pragma unroll
+      for (u32 i = 0; i < MARKED_AT_ONCE; i++) {
+        const u32 above = __ballot_sync(ALL_LANES, keys[i] > threshold);
+        const u32 equal = __ballot_sync(ALL_LANES, keys[i] == threshold);
+        const u32 word = (start + i * THREADS) / WARP;
+        if (thread % WARP == 0 && word * WARP < own) lists.above[word] = above, lists.equal[word] = equal;
+      }
+    }
+    return;
+  }
+  for (u32 at = thread; at < own; at += THREADS) {
+    const u32 key = lists.keys[at], place = lists.places[at];
+    if (key >= threshold)
+      atomicOr((key > threshold ? lists.above : lists.equal) + place / WARP, 1u << place % WARP);
+  }
+}
+
+// Write this block's share of the k best, in ascending position. A part of a row has fewer than
+// 2^16 marks of either kind.
+DEVICE void write_marked(const TopkArguments& a, const Lists& lists, ListShared* shared, u32 row,
+                         bool everything, u32 own, u32 threshold, u32 begin, u32 words, u32 wanted,
+                         u32 thread) {
+  const u32 lane = thread % WARP, warp = thread / WARP;
+  const u32 each = ceil_div(words, THREADS), first = smaller(thread * each, words);
+  const u32 last = smaller(first + each, words);
+  u32 mine = 0, ignored;
+  for (u32 word = first; word < last; word++)
+    mine += __popc(lists.above[word]) | __popc(lists.equal[word]) << 16;
+  const u32 before_in_warp = lanes_before(mine, lane, &ignored);
+  if (lane == WARP - 1) shared->sums[warp] = before_in_warp + mine;
+  block_sync();
+  const u32 warps_before = lanes_before(lane < WARPS ? shared->sums[lane] : 0, lane, &ignored);
+  u32 before = before_in_warp + __shfl_sync(ALL_LANES, warps_before, warp);
+  for (u32 word = first; word < last; word++) {
+    lists.counts[word] = before;
+    before += __popc(lists.above[word]) | __popc(lists.equal[word]) << 16;
+  }
+  block_sync();
+  // Some at a time: what one waits for, the others wait for too.
+  for (u32 start = 0; start < own; start += MARKED_AT_ONCE * THREADS) {
+    u32 keys[MARKED_AT_ONCE], entries[MARKED_AT_ONCE], positions[MARKED_AT_ONCE];
+#pragma unroll
+    for (u32 i = 0; i < MARKED_AT_ONCE; i++) {
+      const u32 at = start + i * THREADS + thread;
+      entries[i] = NOWHERE;
+      if (start + i * THREADS >= own) continue;
+      keys[i] = at < own ? lists.keys[at] : 0;
+      const u32 place = everything || at >= own ? smaller(at, own - 1) : lists.places[at];
+      const u32 word = place / WARP, lower = (1u << place % WARP) - 1, counts = lists.counts[word];
+      const u32 above = shared->before[0] + (counts & 0xffff) + __popc(lists.above[word] & lower);
+      const u32 equal = shared->before[1] + (counts >> 16) + __popc(lists.equal[word] & lower);
+      positions[i] = begin + place;
+      if (keys[i] > threshold || (keys[i] == threshold && equal < wanted))
+        entries[i] = above + smaller(equal, wanted);
+    }
+#pragma unroll
+    for (u32 i = 0; i < MARKED_AT_ONCE; i++) {
+      if (entries[i] == NOWHERE) continue;
+      const u32 nth = positions[i] / BLOCK_TOKENS - begin / BLOCK_TOKENS;
+      write_chosen(a, row, entries[i], positions[i], keys[i], lists.blocks + nth);
+    }
   }
 }
 
 // What `topk_by_lists` begins with; needs nothing of the row.
-DEVICE void clear_lists(u32 thread) {
+DEVICE void clear_lists(const TopkArguments& a, u32 thread) {
   ListShared* shared = reinterpret_cast<ListShared*>(shared_memory());
+  const Lists lists = lists_after(shared, a.listed, a.chunk, cluster_size());
   for (u32 i = thread * 4; i < FINE; i += THREADS * 4)
     store_words(shared->histogram + i, {0, 0, 0, 0});
+  for (u32 i = thread; i < ceil_div(a.chunk, WARP); i += THREADS)
+    lists.above[i] = lists.equal[i] = 0;
   if (thread == 0) {
-    shared->mine = {0, 0, 0, 0};
+    shared->mine = {0, 0};
     shared->before[0] = shared->before[1] = shared->last_count = 0;
   }
 }
@@ -503,22 +404,22 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
                           i32 request_row, u32 thread) {
   ListShared* shared = reinterpret_cast<ListShared*>(shared_memory());
   const u32 lane = thread % WARP, blocks = cluster_size(), rank = cluster_rank(), k = a.k;
-  const u32 listed = a.listed, each = groups_at_once(ceil_div(part.size, GROUP));
+  const u32 words = ceil_div(part.size, WARP), listed = a.listed;
   const bool everything = length <= listed;
-  const Lists lists = lists_after(a, shared, blocks);
+  const Lists lists = lists_after(shared, listed, a.chunk, blocks);
   cluster_arrive();  // nothing may be sent to a block that hasn't started
   const float* scores = a.scores + u64(row) * a.width;
   const Sample sample = everything ? Sample{0, 0} : sample_of(length, a.quads_a_score);
   Words sampled[QUADS_AT_ONCE];
   Words bits[AT_ONCE];
   if (!everything) read_sample(sample, scores, 0, sampled, thread);
-  read_groups(part, thread / WARP * each, each, bits, lane);  // while the sample is looked at
+  read_groups(part, thread / WARP, bits, lane);  // on their way while the sample is looked at
   if (a.names.host_slots != nullptr)
     read_blocks(a.names.block_tables + request_row * a.names.num_blocks, part, lists, thread);
-  u32 bound = 0;
+  u32 bound = 0, shift = WARP - FINE_BITS;
   if (everything) {
     block_sync();
-    list_everything(part, lists, shared, bits, thread);
+    list_everything(part, lists, shared, shift, blocks == 1, bits, thread);
   } else {
     bound = sampled_bound(sample, shared, scores, k, sampled, thread);
     if (bound > LOWEST)
@@ -529,15 +430,14 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   async_wait();
   cluster_wait();
   block_sync();
-  send_list(a, lists, shared, blocks, rank, thread);
+  if (thread < blocks) *peer(&shared->summaries[rank], thread) = shared->mine;
   cluster_arrive();
   cluster_wait();
 
-  Summary one = {0, 0, 0, 0};
+  Summary one = {0, 0};
   if (lane < blocks) one = shared->summaries[lane];
-  u32 total, fours;
-  const u32 before = lanes_before(ceil_div(one.count, 4) * 4, lane, &fours);
-  total = __reduce_add_sync(ALL_LANES, one.count);
+  u32 total;
+  const u32 all_before = lanes_before(one.count, lane, &total);
   const u32 highest = __reduce_max_sync(ALL_LANES, one.highest);
   if (total < k || total > listed) {
     cluster_arrive();
@@ -545,20 +445,32 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
     block_sync();    // says within the block what the cluster has said; racecheck knows only this
     return false;
   }
-  const u32 lowest = ~__reduce_max_sync(ALL_LANES, one.not_lowest);
-  const Digits digits = everything ? steps_between(lowest, highest) : digits_between(bound, highest);
-  const bool sent = blocks == 1 || __all_sync(ALL_LANES, one.count <= u32(a.segment));
-  const Everybody every = {blocks, one.count, sent ? lane * a.segment : before};
-  if (!sent) {
-    gather_lists(lists, every, thread);
-    cluster_arrive();  // this block reads no more
-    block_sync();
+  u32 wanted = k;
+  if (!everything) {
+    const u32 digits = WARP - __clz(highest - bound);
+    shift = digits > FINE_BITS ? digits - FINE_BITS : 0;
   }
-  const Kth kth = digits_of_kth(lists, shared, every, k, digits, thread);
+  if (!everything || blocks > 1)
+    gather_candidates(lists, shared, blocks, one.count, all_before, bound, shift, thread);
+  cluster_arrive();  // this block reads no more
+  const u32 threshold = kth_of_all(lists, shared, total, bound, shift, &wanted, thread);
+
+  const u32 before = __shfl_sync(ALL_LANES, all_before, rank);
   const u32 own = __shfl_sync(ALL_LANES, one.count, rank);
-  look_closer(lists, shared, every, kth, rank, thread);
+  u32 above = 0, equal = 0;
+  for (u32 at = thread; at < before; at += THREADS) {
+    above += lists.all[at] > threshold;
+    equal += lists.all[at] == threshold;
+  }
+  above = __reduce_add_sync(ALL_LANES, above);
+  equal = __reduce_add_sync(ALL_LANES, equal);
+  if (lane == 0 && above != 0) atomicAdd(&shared->before[0], above);
+  if (lane == 0 && equal != 0) atomicAdd(&shared->before[1], equal);
+  mark(lists, everything, own, threshold, thread);
   block_sync();
-  write_best(a, lists, shared, part, kth, everything, own, row, rank, thread);
-  if (!sent) cluster_wait();
+  write_marked(a, lists, shared, row, everything, own, threshold, part.begin, words, wanted,
+               thread);
+  if (rank == 0 && thread == 0) a.kth[row] = bits_float(order_bits(threshold));
+  cluster_wait();
   return true;
 }

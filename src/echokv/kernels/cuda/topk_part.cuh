@@ -30,14 +30,12 @@ struct TopkArguments {
   i32 chunk;    // most scores of a row that a block looks at, a multiple of 4
   i32 cached;   // of those, how many the sure way keeps, a multiple of 4
   i32 listed;   // most keys of the lists together, at least THREADS; 0: only the sure way
-  i32 segment;  // keys that a block sends to all others; longer lists they read. A multiple of 4
-  float quads_a_score;  // samples of a thread for each score of a row
+  float quads_a_score;  // samples of a thread, in fours, for each score of a row
 };
 
-constexpr u32 BLOCK_TOKENS = 64;      // memory/slots.py
-constexpr u32 LOWEST = 0x007fffffu;   // key of -inf and NaN
-constexpr u32 ZERO = 0x80000000u;     // of 0.0 and -0.0
-constexpr u32 HIGHEST = 0xff800000u;  // of inf
+constexpr u32 BLOCK_TOKENS = 64;  // memory/slots.py
+constexpr u32 LOWEST = 0x007fffffu;  // key of -inf and NaN
+constexpr u32 ZERO = 0x80000000u;    // key of 0.0 and -0.0
 
 // A block's part of a row, and the groups of it that this warp looks at.
 struct Part {
@@ -83,6 +81,5 @@ DEVICE void write_chosen(const TopkArguments& a, u32 row, u32 at, u32 position, 
   if (a.names.host_slots == nullptr) return;
   a.names.host_slots[entry] = *block * i32(BLOCK_TOKENS) + i32(position % BLOCK_TOKENS);
   const bool many = key == LOWEST || key == ZERO;  // of these keys there are several scores
-  a.names.scores[entry] =
-      many ? a.scores[u64(row) * a.width + position] : bits_float(order_bits(key));
+  a.names.scores[entry] = many ? a.scores[u64(row) * a.width + position] : bits_float(order_bits(key));
 }
