@@ -17,6 +17,7 @@ TOPK = 2048
 SIDES = ("resident", "offloaded")
 SHAPES = {
     "offload": "13 x 32,768",
+    "few-misses": "13 x 32,768, three rows a request missing",
     "offload-inline": "13 x 32,768, recall inline",
     "paper-rates": "13 x 32,768, the paper's rates",
     "light": "1 x 4,096",

@@ -322,7 +322,7 @@ class DecodeStep:
         half = torch.bfloat16
         self.hidden = torch.randn(batch, 1536, device=DEVICE, dtype=half)
         self.weights = [torch.randn(1536, 24_576, device=DEVICE, dtype=half) for _ in range(2)]
-        self.fp8 = bench.cuda.fp8
+        self.kernels = bench.cuda
         self.q_b = [
             torch.randn(24_576, 1536, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(LAYERS)
         ]
@@ -355,7 +355,7 @@ class DecodeStep:
             torch.mm(self.hidden, weight)
 
     def _make_query(self, layer: int) -> None:
-        heads = self.fp8.fp8_linear(self.hidden, self.q_b[layer], self.scales)
+        heads = self.kernels.fp8_linear(self.hidden, self.q_b[layer], self.scales)
         nope = heads.view(self.batch, 128, 192)[:, :, :128].transpose(0, 1)
         torch.bmm(nope, self.absorb[layer], out=self.query.transpose(0, 1))
 

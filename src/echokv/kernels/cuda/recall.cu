@@ -302,9 +302,10 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     const Extremes extremes = extremes_of_row<THREADS>(a, tile / a.tiles_per_row, thread);
     const i32 found =
         entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
-    claim_entry(a, &entry, found, new_slots);
     if (!ONE_TILE && tile != block) block_sync();  // the row before is read
+    // Nothing before this needs `found`, which is on its way meanwhile.
     entry.level = floor + level_of(score, range_of_row<THREADS>(extremes, shared, thread));
+    claim_entry(a, &entry, found, new_slots);
     protect(a, entry, found, floor, used, shared, lane);
     missed = missed || entry.missing;
     if (ONE_TILE || tile == block) {
@@ -321,7 +322,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   }
 
   const bool wait = block_any(missed);
-  u32 before = 0, claims = 0, place = 0;
+  u32 before = 0, claims = 0;
   if (thread == 0) before = grid_arrive(a.layer.barrier, block, grid_size());
   // All that needn't be seen by those who wait comes after the arrival.
   say_where(a, mine, where);
@@ -331,16 +332,16 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   }
   if (!wait) return;
   claims = place_claim(a, shared, mine, &at, lane);
-  if (thread == WARP && claims != 0) place = take_names(a.layer, claims);
-  block_sync();
-  RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
-  const bool ahead = fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
-  if (ahead)
-    held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
-  if (thread == WARP) shared->place = place;
+  if (thread == WARP && claims != 0) shared->place = take_names(a.layer, claims);
   block_sync();
   if (mine.mine) mine.victim = name_victim(a.layer, shared->place + at);
   if (thread == 0) grid_wait(a.layer.barrier, before);
+  // From now on other loads wait behind those of rows.
+  RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
+  const bool ahead =
+      fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
+  if (ahead)
+    held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
   block_sync();
 
   for (u32 tile = block; tile < last; tile += blocks) {

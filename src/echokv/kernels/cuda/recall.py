@@ -34,12 +34,12 @@ _WIDE = ("make_resident_beside", "make_many_resident_beside")
 KERNELS = ("make_resident", "make_many_resident", *_WIDE, "gather_rows")
 MODULE = CudaModule("recall", threads=512, others=dict.fromkeys(_WIDE, WIDE_THREADS))
 
-BESIDE = 5
-"""Of so many SMs, one is left to a recall that runs beside other kernels."""
+ONE_SM_IN = 5
+"""Of so many SMs, a recall that runs beside other kernels has one for itself."""
 
 MOVERS = 4
-"""Warps of such a block that move rows, each one row at a time: 208 rows on an H200. With four
-times as many the recall is no faster, and what runs beside it slower."""
+"""Warps of such a block that move rows, at least, each one row at a time. With many rows in flight
+what runs beside is slower, and a recall of a few hundred rows no faster."""
 
 _GATHER_BLOCKS = 264
 _FEW_ENTRIES = 4096  # of a selection
@@ -89,7 +89,8 @@ def make_resident(
     `translate` do in sequence with the priorities of `score_priorities`, but for two freedoms:
     which free slot a row gets, and which of equally old rows leave. Every missing row takes the
     next name on the ready list whose slot hasn't been used since it was listed. Where the list
-    ends, the row stays absent: device slot -1, and it is missing from totals[4].
+    ends, the row stays absent: device slot -1, and it is missing from totals[4]. Nothing that is
+    selected leaves for a new row.
 
     Args:
         host_slots: [T, k] int32, -1 for none; duplicates allowed.
@@ -219,7 +220,7 @@ def resident_plan(
     looked up on all SMs all the same: little of it can be missing.
     """
     wide = beside and rows * k > _FEW_ENTRIES
-    few_sms = max(1, sms // BESIDE) if wide else sms
+    few_sms = max(1, sms // ONE_SM_IN) if wide else sms
     most = few_sms if wide else BLOCKS_PER_SM * sms - 1
     threads = WIDE_THREADS if wide else MODULE.threads
     for width in (4, 8, 16, 32) if lanes is None else (lanes,):
