@@ -2,10 +2,10 @@
 
     python benchmarks/device/cuda_cache.py --out cuda_cache.json
 
-The CUDA C++ kernel, without and with the names of rows, beside Triton's and `torch.topk`; the oracle
-is a stable sort, and for names the reference. (The cache's own kernels are measured by
-cache_ops.py.) Times are medians of CUDA graph replays with the L2 cache
-overwritten before each, a call's share of a graph of four, each with scores of its own.
+The CUDA C++ kernel, without and with the names of rows, beside Triton's and `torch.topk`; the
+oracle is a stable sort, and for names the reference. (The cache's own kernels are measured by
+cache_ops.py.) Times are medians of CUDA graph replays with the L2 cache overwritten before each, a
+call's share of a graph of four, each with scores of its own.
 """
 
 import argparse

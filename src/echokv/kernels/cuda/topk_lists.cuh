@@ -319,7 +319,8 @@ DEVICE void mark(const Lists& lists, bool everything, u32 own, u32 threshold, u3
         const u32 above = __ballot_sync(ALL_LANES, keys[i] > threshold);
         const u32 equal = __ballot_sync(ALL_LANES, keys[i] == threshold);
         const u32 word = (start + i * THREADS) / WARP;
-        if (thread % WARP == 0 && word * WARP < own) lists.above[word] = above, lists.equal[word] = equal;
+        if (thread % WARP == 0 && word * WARP < own)
+          lists.above[word] = above, lists.equal[word] = equal;
       }
     }
     return;

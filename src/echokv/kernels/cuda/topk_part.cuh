@@ -33,7 +33,7 @@ struct TopkArguments {
   float quads_a_score;  // samples of a thread, in fours, for each score of a row
 };
 
-constexpr u32 BLOCK_TOKENS = 64;  // memory/slots.py
+constexpr u32 BLOCK_TOKENS = 64;     // memory/slots.py
 constexpr u32 LOWEST = 0x007fffffu;  // key of -inf and NaN
 constexpr u32 ZERO = 0x80000000u;    // key of 0.0 and -0.0
 
@@ -81,5 +81,6 @@ DEVICE void write_chosen(const TopkArguments& a, u32 row, u32 at, u32 position, 
   if (a.names.host_slots == nullptr) return;
   a.names.host_slots[entry] = *block * i32(BLOCK_TOKENS) + i32(position % BLOCK_TOKENS);
   const bool many = key == LOWEST || key == ZERO;  // of these keys there are several scores
-  a.names.scores[entry] = many ? a.scores[u64(row) * a.width + position] : bits_float(order_bits(key));
+  a.names.scores[entry] =
+      many ? a.scores[u64(row) * a.width + position] : bits_float(order_bits(key));
 }
