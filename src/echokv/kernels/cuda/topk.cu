@@ -55,8 +55,8 @@ KERNEL(TOPK_THREADS, 2) void topk(ARGUMENTS TopkArguments arguments) {
     if (rank == 0 && thread == 0) a.kth[row] = bits_float(0xff800000u);
     return;
   }
-  if (a.listed != 0 && topk_by_lists(a, part_of(a, row, length, thread), row, length,
-                                       request_row, thread))
+  if (a.listed != 0 && topk_by_lists(a, part_of(a, row, length, thread), row, length, request_row,
+                                     thread))
     return;
   // Read again, lest what follows from it takes registers from the common way.
   const u32 same = length_of(load_shared_value(a.context_lens + row), a.width);

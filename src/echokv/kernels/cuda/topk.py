@@ -138,7 +138,7 @@ def _select(
 
 
 def name_arguments(names: Names | None) -> NameArguments:
-    """The same for the kernel; nothing where rows aren't to be named."""
+    """What the kernel gets of them; nothing where rows aren't to be named."""
     if names is None:
         return NameArguments()
     tables, slots, scores = names.block_tables, names.host_slots, names.scores

@@ -63,11 +63,11 @@ struct Sample {
 };
 
 DEVICE Sample sample_of(u32 length, float quads_a_score) {
-  const u32 enough = u32(quads_a_score * float(length)) + 1;
-  u32 each = enough > 2 ? MAX_QUADS : enough, stride = length / THREADS / MAX_QUADS;
-  stride = each == 1 ? length / THREADS : each == 2 ? length / THREADS / 2 : stride;
-  if (stride < 4) each = length / THREADS < 4 ? 0 : 1, stride = length / THREADS;
-  return {each, stride};
+  const u32 enough = u32(quads_a_score * float(length)) + 1, of_thread = length / THREADS;
+  const u32 each = enough > 2 ? MAX_QUADS : enough;  // 1, 2 or 4: shifts, where others divide
+  const u32 stride = of_thread >> (each == MAX_QUADS ? 2 : each - 1);
+  if (stride >= 4) return {each, stride};
+  return {of_thread >= 4 ? 1u : 0u, of_thread};
 }
 
 DEVICE void read_sample(const Sample& sample, const float* scores, u32 first, Words* bits,
