@@ -1,6 +1,5 @@
 """Tables of docs/performance.md about decoding at full scale (`decode.py`)."""
 
-import re
 from typing import Any
 
 from performance_tables import (
@@ -22,22 +21,6 @@ SHAPES = {
     "paper-rates": "13 x 32,768, the paper's rates",
     "light": "1 x 4,096",
 }
-PARTS = {
-    "fp8 products and experts, Triton": r"_fp8_product",
-    "adding up their parts": r"_sum_splits",
-    "FlashMLA, merging included": r"flash_fwd",
-    "index scores, quantising included": r"index_scores|quantise_query|prefetching_|fetch_late",
-    "top-k": r"topk$",
-    "router and head weights in float32": r"_wide_linear",
-    "routing, grouping, combining": r"_route|_group_by_expert|_combine",
-    "`make_resident`": r"make_resident",
-    "writing new rows": r"append_rows|_write_rows",
-    "`choose_victims`": r"choose_victims",
-    "per-head products of MLA": r"nvjet|gemm",  # as often as there are layers
-    "lm_head": r"nvjet|gemm",  # once
-}
-"""Names of a step's kernels; the first part that matches has it."""
-OTHERS = "norms, rotations, quantising and the rest"
 
 
 def steps() -> str:
@@ -64,42 +47,6 @@ def steps() -> str:
               "to resident", "rows recalled a layer a step",
               "HBM, GB: rows + index keys + metadata")  # fmt: skip
     return table(header, lines)
-
-
-def profile() -> str:
-    """Where the time of each side goes, by part; empty for what was not profiled."""
-    columns: dict[str, dict[str, tuple[float, float]]] = {}
-    for case, shape in SHAPES.items():
-        for side in SIDES:
-            one = variants(case).get(side, {})
-            if "kernels" in one:
-                layers = len(one["selected_rows_by_layer"])
-                columns[f"{shape}, {side}"] = _parts(one["kernels"], layers)
-    if not columns:
-        return "No run listed its kernels (`--profile`)."
-    lines = []
-    for part in (*PARTS, OTHERS):
-        taken = [column.get(part) for column in columns.values()]
-        launches = next((one[1] for one in taken if one is not None), None)
-        if launches is not None:
-            name = f"{part} ({launches:.0f})" if part != OTHERS else part
-            lines.append((name, *(None if one is None else f"{one[0]:,.0f}" for one in taken)))
-    total = [sum(us for us, _ in column.values()) for column in columns.values()]
-    lines.append(("all", *(f"{us:,.0f}" for us in total)))
-    return table(("kernels (launches a step)", *columns), lines)
-
-
-def _parts(kernels: list[Row], layers: int) -> dict[str, tuple[float, float]]:
-    """Microseconds and launches a step of each part that has any."""
-    found: dict[str, tuple[float, float]] = {}
-    for kernel in kernels:
-        name, launches = kernel["name"], kernel["launches"]
-        part = next((part for part, names in PARTS.items() if re.search(names, name)), OTHERS)
-        if part == "per-head products of MLA" and launches < layers:
-            part = "lm_head" if launches == 1 else OTHERS
-        us, count = found.get(part, (0.0, 0.0))
-        found[part] = (us + kernel["us"], count + launches)
-    return found
 
 
 def throughput() -> str:

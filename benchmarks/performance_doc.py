@@ -362,7 +362,6 @@ def pinning() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "sources": sources,
     "steps": decode.steps,
-    "profile": decode.profile,
     "throughput": decode.throughput,
     "row pools": decode.row_pools,
     "weights": decode.weights,
