@@ -153,12 +153,19 @@ def topk() -> str:
     """By shape."""
     rows = load("cuda_cache").get("topk_us", [])
     shapes = {(row["rows"], row["width"]): None for row in rows}
+    names = {
+        "CUDA": "cuda",
+        "CUDA, scores in L2": "cuda warm",
+        "CUDA, rows named": "cuda, named",
+        "Triton": "triton",
+        "torch.topk": "torch",
+    }
     lines = [
         (f"{count} x {width:,}", *(median(rows, rows=count, width=width, variant=name)
-                                   for name in ("cuda", "cuda warm", "triton", "torch")))
+                                   for name in names.values()))
         for count, width in sorted(shapes)
     ]  # fmt: skip
-    return table(("rows x tokens", "CUDA", "CUDA, scores in L2", "Triton", "torch.topk"), lines)
+    return table(("rows x tokens", *names), lines)
 
 
 def scores() -> str:

@@ -2,9 +2,10 @@
 
     python benchmarks/device/cuda_cache.py --out cuda_cache.json
 
-The CUDA C++ kernel beside Triton's and `torch.topk`; the oracle is a stable sort. (The cache's own
-kernels are measured by cache_ops.py.) Times are medians of CUDA graph replays with the L2 cache
-overwritten before each, a call's share of a graph of four, each with scores of its own.
+The CUDA C++ kernel, without and with the names of rows, beside Triton's and `torch.topk`; the
+oracle is a stable sort, and for names the reference. (The cache's own kernels are measured by
+cache_ops.py.) Times are medians of CUDA graph replays with the L2 cache overwritten before each, a
+call's share of a graph of four, each with scores of its own.
 """
 
 import argparse
@@ -21,7 +22,9 @@ from torch import Tensor
 
 import cache as common  # benchmarks/device/cache.py
 from echokv.bench.report import environment
+from echokv.kernels.reference.name_rows import name_rows
 from echokv.kernels.registry import load_kernels
+from echokv.memory.slots import BLOCK_TOKENS
 from kernels import DISTRIBUTIONS  # benchmarks/device/kernels.py
 
 TOPK_SHAPES = (
@@ -29,6 +32,7 @@ TOPK_SHAPES = (
     (1, 1_000_064),
     (1, 98_304),
     (13, 32_768),
+    (64, 32_768),
     (64, 98_304),
     (1024, 8192),
     (1, 4096),
@@ -51,6 +55,13 @@ class CudaBench(common.Bench):
             print(f"WRONG: {name} {more}", flush=True)
 
 
+def tables_of(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[rows] int32 rows of block tables, and tables with blocks in random order."""
+    blocks = -(-width // BLOCK_TOKENS)
+    tables = torch.randperm(rows * blocks, device=device).to(torch.int32).view(rows, blocks)
+    return torch.randperm(rows, device=device).to(torch.int32), tables
+
+
 def check_topk(bench: CudaBench) -> None:
     """Positions and k-th scores against a stable sort."""
     for name, make in DISTRIBUTIONS.items():
@@ -62,7 +73,12 @@ def check_topk(bench: CudaBench) -> None:
                 scores[row, length:] = torch.nan
             context = torch.tensor(lens, dtype=torch.int32, device=bench.device)
             positions, kth = bench.cuda.topk(scores, context, K)
-            ok = True
+            owners, tables = tables_of(len(lens), width, bench.device)
+            named = bench.cuda.topk_rows(scores, context, K, owners, tables)
+            want_names = name_rows(positions, scores, owners, tables)
+            ok = torch.equal(named[0], positions) and torch.equal(named[1], kth)
+            for got, names in zip(named[2:], want_names, strict=True):
+                ok &= torch.equal(got.view(torch.int32), names.view(torch.int32))
             for row, length in enumerate(lens):
                 order = torch.sort(scores[row, :length] + 0.0, descending=True, stable=True)
                 want = order.indices[:K].sort().values.to(torch.int32)
@@ -109,15 +125,20 @@ def topk_times(bench: CudaBench) -> list[dict[str, Any]]:
     for rows, width in TOPK_SHAPES:
         scores = [torch.randn(rows, width, device=bench.device) for _ in range(4)]
         lens = torch.full((rows,), width, dtype=torch.int32, device=bench.device)
+        named = tables_of(rows, width, bench.device)
         ops: dict[str, Callable[[Tensor], object]] = {
             "cuda": lambda s, n=lens: bench.cuda.topk(s, n, K),
+            "cuda, named": lambda s, n=lens, named=named: bench.cuda.topk_rows(s, n, K, *named),
             "triton": lambda s, n=lens: bench.kernels.topk(s, n, K),
             "torch": lambda s: torch.topk(s, K, dim=1),
         }
         cold = {
             name: (lambda op=op, many=scores: [op(s) for s in many]) for name, op in ops.items()
         }
-        warm = {"cuda warm": lambda op=ops["cuda"], one=scores[0]: [op(one) for _ in range(4)]}
+        warm = {
+            f"{name} warm": lambda op=ops[name], one=scores[0]: [op(one) for _ in range(4)]
+            for name in ("cuda", "cuda, named")
+        }
         times = time_interleaved(bench, cold | warm, lambda: None)
         for name, taken in times.items():
             each = {key: value / 4 for key, value in taken.items()}

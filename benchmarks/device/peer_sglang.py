@@ -14,7 +14,7 @@ left both caches long ago. Rows are compared with host memory before anything is
 
 `segment` puts index scores and top-k before it: DeepGEMM's logits from a query that is quantised
 already and the faster of SGLang's two top-k kernels on that side, `index_scores` from the bf16
-query, `topk` and `name_rows` on ours. Selections are replayed: what the top-k found is not used.
+query, `topk_rows` on ours. Selections are replayed: what the top-k found is not used.
 
 Times are a layer's share of a CUDA graph over four layers, medians of replays in turn; before each,
 L2 is overwritten and 4 GiB of other host memory are touched, as other layers do. Our `begin_step`,
@@ -237,8 +237,7 @@ class Shape:
         def ours() -> None:
             for layer in range(LAYERS):
                 scores = case.run(self.kernels.index_scores, layer)
-                positions, _ = self.kernels.topk(scores, case.lens, K)
-                self.kernels.name_rows(positions, scores, case.rows, case.tables)
+                self.kernels.topk_rows(scores, case.lens, K, case.rows, case.tables)
                 self.ours.make_resident(layer, self.picks.host_slots, self.scores)
 
         for topk in (fast_topk, topk_v2):

@@ -121,9 +121,8 @@ class PrefillCase(decode.Case):
             if late:
                 with manager.side.fork(scores, found):
                     inter.fetch_late(found)
-            positions, kth = world.kernels.topk(scores, batch.context_lens, topk)
-            slots, chosen = world.kernels.name_rows(
-                positions, scores, batch.request_rows, batch.block_tables
+            positions, kth, slots, chosen = world.kernels.topk_rows(
+                scores, batch.context_lens, topk, batch.request_rows, batch.block_tables
             )
             selection = Selection(positions, HostSlots(slots), chosen, kth)
             where = manager.make_resident(

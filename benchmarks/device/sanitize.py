@@ -28,6 +28,7 @@ from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_cuda_prefetch import OnGpu
 
 from echokv.kernels.cuda import fused, recall, topk
+from echokv.kernels.reference.name_rows import name_rows
 
 CUDA = torch.device("cuda")
 PARTS = ("cache", "topk", "prefetch", "prefill")
@@ -73,7 +74,12 @@ def check_topk(rows: int, width: int, k: int, *, zeros: bool = False) -> None:
     for row, length in enumerate(lens):
         scores[row, length:] = torch.nan
     context = torch.tensor(lens, dtype=torch.int32, device=CUDA)
-    positions, _ = topk.topk(scores.to(CUDA), context, k)
+    tables = torch.randperm(2 * (width // 64 + 1)).to(CUDA, torch.int32).view(2, -1)
+    owners = torch.arange(rows, dtype=torch.int32, device=CUDA) % 2
+    positions, _, *named = topk.topk_rows(scores.to(CUDA), context, k, owners, tables)
+    assert torch.equal(positions, topk.topk(scores.to(CUDA), context, k)[0])
+    for got, want in zip(named, name_rows(positions, scores.to(CUDA), owners, tables), strict=True):
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32))
     for row, length in enumerate(lens):
         order = torch.sort(scores[row, :length] + 0.0, descending=True, stable=True).indices
         want = order[:k].sort().values.to(torch.int32)

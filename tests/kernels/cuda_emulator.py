@@ -38,7 +38,7 @@ from echokv.kernels.cuda.layer import (
 from echokv.kernels.fused_layer import MOST_NEW_ROWS, FusedLayer, NewRows
 from echokv.kernels.prefetch_args import CandidateLists, Candidates
 from echokv.kernels.reference.index_scores import index_scores as reference_scores
-from echokv.kernels.reference.topk import topk as reference_topk
+from echokv.kernels.reference.topk import topk_rows as reference_topk_rows
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat
 
@@ -71,8 +71,8 @@ def emulated_kernels() -> Any:
         candidate_lists=made.candidate_lists,
         fetches=made.fetches,
         index_scores_prefetch=made.index_scores_prefetch,
-        topk=made.topk_known,
         prefill_scores_prefetch=made.prefill_scores_prefetch,
+        topk_rows=made.topk_rows_known,
     )
     ops |= {"name": "cuda", "fused": made, "fused_prefetch": ahead}
     return SimpleNamespace(**ops)
@@ -131,25 +131,35 @@ class Emulator:
         self.append_each = RECALL_THREADS
         """Rows that a block of `append_rows` has."""
 
-    def topk(
+    def topk_rows(
         self,
         scores: Tensor,
         context_lens: Tensor,
         k: int,
+        request_rows: Tensor,
+        block_tables: Tensor,
         *,
         cluster: int,
         cached: int,
         listed: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """`topk` by clusters of so many blocks, which keep and list so many scores each."""
+        named: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`topk_rows` by clusters of so many blocks, which keep and list so many scores each.
+
+        Args:
+            named: False: `topk`; host slots and scores are what they were, -77 and NaN.
+        """
         rows, width = scores.shape
         positions = torch.full((rows, k), -77, dtype=torch.int32)
         kth = torch.full((rows,), torch.nan)
+        slots, chosen = torch.full_like(positions, -77), torch.full((rows, k), torch.nan)
+        names = topk.Names(request_rows, block_tables, slots, chosen)
         chunk, _, _ = topk.part_of_row(width, cluster)
         cached = min(cached, chunk)
         arguments = topk.TopkArguments(
             pointer(scores), pointer(context_lens), pointer(positions), pointer(kth),
-            width, k, chunk, cached, listed,
+            topk.name_arguments(names if named else None), width, k, chunk, cached, listed,
+            topk.quads_a_score(k, TOPK_THREADS),
         )  # fmt: skip
         shared = max(
             topk.FIXED_SHARED_BYTES + 4 * cached,
@@ -158,7 +168,7 @@ class Emulator:
         self._library.run_topk(
             rows * cluster, cluster, shared, self._next(), ctypes.byref(arguments)
         )
-        return positions, kth
+        return positions, kth, slots, chosen
 
     def tiling(
         self, context_lens: Tensor, request_rows: Tensor, width: int, blocks: int
@@ -387,12 +397,20 @@ class Emulator:
         self.inter_fetch_late(found)
         return scores, found.host_slots
 
-    def topk_known(
-        self, scores: Tensor, context_lens: Tensor, k: int, kth_scores: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`topk`, by the reference."""
-        positions, found = reference_topk(scores, context_lens, k)
-        return positions, kth_scores.copy_(found)
+    def topk_rows_known(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        k: int,
+        request_rows: Tensor,
+        block_tables: Tensor,
+        kth_scores: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`topk_rows`, by the reference."""
+        positions, found, slots, chosen = reference_topk_rows(
+            scores, context_lens, k, request_rows, block_tables
+        )
+        return positions, kth_scores.copy_(found), slots, chosen
 
     def recall(
         self,

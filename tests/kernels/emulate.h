@@ -233,6 +233,7 @@ DEVICE u32 __reduce_max_sync(u32, u32 value) {
   const u64* all = emulated::meet(value);
   return u32(*std::max_element(all, all + 32));
 }
+DEVICE float __fdividef(float a, float b) { return a / b; }
 DEVICE u32 __popc(u32 bits) { return __builtin_popcount(bits); }
 DEVICE u32 __ffs(u32 bits) { return __builtin_ffs(bits); }
 DEVICE u32 __clz(u32 bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
@@ -297,6 +298,9 @@ DEVICE Words load_others_words(const void* from) { return load_words(from); }
 DEVICE void device_fence() { emulated::maybe_yield(); }
 DEVICE void copy_async(void* to_shared, const void* from) {
   store_words(to_shared, load_words(from));
+}
+DEVICE void copy_word_async(void* to_shared, const void* from) {
+  std::memcpy(to_shared, from, 4);
 }
 DEVICE void async_wait() {}
 DEVICE void store_whole(void* to, Words words) {

@@ -12,18 +12,28 @@ from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_topk import DISTRIBUTIONS, oracle
 
 from echokv.kernels.fused_layer import STALE, TOUCHED
+from echokv.kernels.reference.name_rows import name_rows
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g++")
 
 
 def check_topk(emulator: Emulator, scores: torch.Tensor, lens: list[int], k: int, **plan: Any):
-    positions, kth = emulator.topk(scores, torch.tensor(lens, dtype=torch.int32), k, **plan)
+    """Named, against Python's sort and the reference's names; not named, the same."""
+    (rows, width), context = scores.shape, torch.tensor(lens, dtype=torch.int32)
+    tables = torch.randperm(3 * (width // 64 + 1)).to(torch.int32).view(3, -1)
+    owners = torch.arange(rows, dtype=torch.int32) * 2 % 3
+    positions, kth, *named = emulator.topk_rows(scores, context, k, owners, tables, **plan)
     for row, length in enumerate(lens):
         want, want_kth = oracle(scores[row, : max(0, length)].tolist(), k)
         assert positions[row].tolist() == want, f"row {row} of length {length}"
         assert kth[row].item() == want_kth
         assert kth[row].item() != 0 or not torch.signbit(kth[row])
+    for got, names in zip(named, name_rows(positions, scores, owners, tables), strict=True):
+        assert torch.equal(got.view(torch.int32), names.view(torch.int32))
+    plain = emulator.topk_rows(scores, context, k, owners, tables, named=False, **plan)
+    assert torch.equal(plain[0], positions) and torch.equal(plain[1], kth)
+    assert (plain[2] == -77).all() and plain[3].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -70,6 +80,28 @@ def test_topk_by_a_sample_finds_everything_it_should(emulator: Emulator, listed:
     rows[2] = torch.arange(width) % 7
     rows[3] = torch.linspace(0, 1, width)
     check_topk(emulator, rows, [width] * 4, k, cluster=8, cached=0, listed=listed)
+
+
+@pytest.mark.parametrize("where", [slice(0, 900), slice(3000, 3900), slice(5100, 6000)])
+def test_topk_of_winners_that_one_block_has(emulator: Emulator, where: slice) -> None:
+    """One list much longer than the others; ties among them."""
+    width, k = 6000, 700
+    rows = torch.randn(3, width)
+    rows[:, where] += torch.tensor([[5.0], [50.0], [0.0]])
+    rows[2, where] = 7.0  # and ties
+    check_topk(emulator, rows, [width, 5950, width], k, cluster=8, cached=0, listed=1536)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_topk_of_outliers_in_a_row_listed_whole(emulator: Emulator, cluster: int) -> None:
+    width, k = 1000, 200
+    rows = torch.randn(5, width)
+    rows[0, 7] = 1e30
+    rows[1, 7], rows[1, 8] = 3e38, -3e38
+    rows[2, ::3], rows[2, 1::3] = torch.inf, -torch.inf
+    rows[3] = torch.where(torch.rand(width) < 0.5, torch.inf, torch.nan)
+    rows[4] = 2.0
+    check_topk(emulator, rows, [width] * 5, k, cluster=cluster, cached=0, listed=1024)
 
 
 @pytest.mark.parametrize("slots", [1, 63, 1500, 2049])

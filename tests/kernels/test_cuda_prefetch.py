@@ -193,8 +193,9 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
             fused_layer_of(manager, host, totals), on_gpu.lists, found, kth_scores, on_gpu.fork,
             rows_per_unit=0, least=most,
         )  # fmt: skip
-        positions, _ = prefetch.topk(scores, lens_on_gpu, k, kth_scores)
-        wanted = positions_to_host_slots(positions, request_rows, on_gpu.arguments[4])
+        tables = on_gpu.arguments[4]
+        positions = prefetch.topk_rows(scores, lens_on_gpu, k, request_rows, tables, kth_scores)[0]
+        wanted = positions_to_host_slots(positions, request_rows, tables)
         best = scores.gather(1, positions.clamp(min=0).long())
         wrong.add_((scores != index_scores(*on_gpu.arguments)).sum())
         torch.cuda.current_stream().wait_stream(on_gpu.side)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from echokv.kernels.reference.name_rows import name_rows
+
 INF = math.inf
 
 
@@ -110,6 +112,27 @@ def test_topk_of_a_million_tokens(backend: Any, name: str) -> None:
         pytest.skip("too slow under the interpreter; the million runs on a GPU")
     scores = torch.stack([DISTRIBUTIONS[name](1_000_003) for _ in range(2)])
     check(backend, scores, [1_000_003, 999_999], 2048)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("width, k", [(320, 64), (9000, 2048)])
+def test_rows_are_selected_and_named_at_once(backend: Any, name: str, width: int, k: int) -> None:
+    """As one after the other, to the bit; NaN and zeros of both signs included."""
+    if backend.interpreted and width > 320 and name != "normal":
+        pytest.skip("too slow under the interpreter")
+    lens = [0, 1, k - 1, k, k + 1, width - 63, width]
+    scores = torch.stack([DISTRIBUTIONS[name](width) for _ in lens])
+    blocks = width // 64 + 1
+    tables = torch.randperm(4 * blocks).to(torch.int32).view(4, blocks)
+    owners = torch.tensor([0, 3, 1, 1, 0, 2, 3], dtype=torch.int32)
+    arguments = [t.to(backend.device) for t in (scores, torch.tensor(lens).int(), owners, tables)]
+    positions, kth, slots, chosen = backend.op("topk_rows")(*arguments[:2], k, *arguments[2:])
+    check(backend, scores, lens, k)
+    want = backend.op("topk")(*arguments[:2], k)
+    assert torch.equal(positions, want[0]) and torch.equal(kth, want[1])
+    named = name_rows(positions.cpu(), scores, owners, tables)
+    for got, names in zip((slots, chosen), named, strict=True):
+        assert torch.equal(got.cpu().view(torch.int32), names.view(torch.int32))
 
 
 def test_topk_refuses_what_does_not_fit(backend: Any) -> None:

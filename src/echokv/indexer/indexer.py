@@ -166,14 +166,15 @@ class Indexer:
             if scores is None:
                 scores = self._scores(index_layer, query, weights, batch, piece, rows)
                 prefetcher.start(index_layer, scores, batch)
-            positions, kth_scores = prefetcher.topk(index_layer, scores, batch)
+            positions, kth_scores, slots, selected = prefetcher.topk_rows(
+                index_layer, scores, batch
+            )
             prefetcher.learn(index_layer, kth_scores, batch)
         else:
             scores = self._scores(index_layer, query[rows], weights[rows], batch, piece, rows)
-            positions, kth_scores = self._kernels.topk(scores, context_lens, self.topk)
-        slots, selected = self._kernels.name_rows(
-            positions, scores, request_rows, batch.block_tables
-        )
+            positions, kth_scores, slots, selected = self._kernels.topk_rows(
+                scores, context_lens, self.topk, request_rows, batch.block_tables
+            )
         return Selection(
             positions=positions,
             host_slots=HostSlots(slots),

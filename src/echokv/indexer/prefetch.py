@@ -207,7 +207,9 @@ class Prefetcher:
         )
         self._cache.count_useful(self._decoder_layers, here.found.host_slots.view(layers, -1))
 
-    def topk(self, index_layer: int, scores: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def topk_rows(
+        self, index_layer: int, scores: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The top-k of the layer that `score` or `start` was called for.
 
         Args:
@@ -216,12 +218,12 @@ class Prefetcher:
             batch: the pass.
 
         Returns:
-            what `Kernels.topk` does.
+            what `Kernels.topk_rows` does.
         """
+        rows = (scores, batch.context_lens, self._topk, batch.request_rows, batch.block_tables)
         if self._pass is None or self._fused is None:
-            return self._kernels.topk(scores, batch.context_lens, self._topk)
-        kth_scores = self._pass.kth_scores[index_layer]
-        return self._fused.topk(scores, batch.context_lens, self._topk, kth_scores)
+            return self._kernels.topk_rows(*rows)
+        return self._fused.topk_rows(*rows, self._pass.kth_scores[index_layer])
 
     def start(self, index_layer: int, scores: Tensor, batch: ForwardBatch) -> None:
         """Begin to fetch what the predictions name, on the side stream, op by op.

@@ -185,9 +185,15 @@ class FusedPrefetch(Protocol):
         least: int,
     ) -> Tensor: ...
 
-    def topk(
-        self, scores: Tensor, context_lens: Tensor, k: int, kth_scores: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
+    def topk_rows(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        k: int,
+        request_rows: Tensor,
+        block_tables: Tensor,
+        kth_scores: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
     def prefill_scores_prefetch(
         self,
@@ -261,6 +267,15 @@ class Kernels(Fp8Kernels, ModelKernels, Protocol):
     ) -> Tensor: ...
 
     def topk(self, scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]: ...
+
+    def topk_rows(
+        self,
+        scores: Tensor,
+        context_lens: Tensor,
+        k: int,
+        request_rows: Tensor,
+        block_tables: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
     def sparse_mla(
         self, query: Tensor, rows: Tensor, device_slots: Tensor, fmt: RowFormat, scale: float

@@ -26,6 +26,7 @@ OPS = {
     "write_index_keys": "index_keys",
     "index_scores": "index_scores",
     "topk": "topk",
+    "topk_rows": "topk",
     "sparse_mla": "sparse_mla",
     "lookup": "lookup",
     "free": "free",
@@ -57,7 +58,7 @@ OPS = {
 }
 """Op -> the module that holds it, under the same name in every backend's folder."""
 
-CUDA_OPS = ("index_scores", "topk", "recall")
+CUDA_OPS = ("index_scores", "topk", "topk_rows", "recall")
 """Ops that have a CUDA C++ kernel; `--backend cuda` takes Triton's for the rest, and for index
 scores of other than fp8 keys of 128 dimensions under 32 or 64 heads."""
 
@@ -176,7 +177,7 @@ def _load_cuda(device: torch.device) -> None:
 
     require_hopper(device)
     fused = ("append", "victims", "fetch_listed", "prefill_scores")
-    for name in (*(OPS[op] for op in CUDA_OPS), *fused):
+    for name in (*dict.fromkeys(OPS[op] for op in CUDA_OPS), *fused):
         module = importlib.import_module(f"echokv.kernels.cuda.{name}")
         module.MODULE.load(device, module.KERNELS)
 

@@ -157,6 +157,10 @@ DEVICE void copy_async(void* to_shared, const void* from) {
   const u32 to = u32(__cvta_generic_to_shared(to_shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+DEVICE void copy_word_async(void* to_shared, const void* from) {
+  const u32 to = u32(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
 DEVICE void async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Sixteen bytes of an aligned global or shared address.

@@ -8,7 +8,7 @@ from torch import Tensor
 from echokv.kernels.cuda import fetch_listed, index_scores, prefill_prefetch
 from echokv.kernels.cuda import topk as selecting
 from echokv.kernels.cuda.index_scores import fetches, index_scores_prefetch
-from echokv.kernels.cuda.topk import topk
+from echokv.kernels.cuda.topk import topk_rows
 from echokv.kernels.prefetch_args import CandidateLists
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "fetches",
     "index_scores_prefetch",
     "prefill_scores_prefetch",
-    "topk",
+    "topk_rows",
 ]
 
 

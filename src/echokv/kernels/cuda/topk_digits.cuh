@@ -123,11 +123,14 @@ DEVICE u32 equal_to(Words keys, u32 threshold) {
          u32(keys.w == threshold) << 3;
 }
 
+DEVICE u32 key_of(Words keys, u32 i) {
+  return i & 2 ? (i & 1 ? keys.w : keys.z) : (i & 1 ? keys.y : keys.x);
+}
+
 DEVICE void topk_by_digits(const TopkArguments& a, const Part& part, u32 row, u32 thread) {
   TopkShared* shared = reinterpret_cast<TopkShared*>(shared_memory());
   const u32 lane = thread % WARP, warp = thread / WARP;
   const u32 blocks = cluster_size(), rank = cluster_rank(), k = a.k;
-  i32* positions = a.positions + u64(row) * k;
   cluster_arrive();  // nothing may be sent to a block that hasn't started
   Words held[HELD];
   load_keys(part, held, lane);
@@ -190,6 +193,10 @@ DEVICE void topk_by_digits(const TopkArguments& a, const Part& part, u32 row, u3
     equal += shared->contributions[2 * other + 1];
   }
 
+  const i32* host_blocks = a.names.host_slots != nullptr ? blocks_of(a, row) : nullptr;
+  const auto write = [&](u32 at, u32 position, u32 key) {
+    write_chosen(a, row, at, position, key, host_blocks + position / BLOCK_TOKENS);
+  };
   for_each_group(part, held, lane, [&](const Words& keys, u32 at) {
     const u32 is_above = above_of(keys, threshold), is_equal = equal_to(keys, threshold);
     if (!__any_sync(ALL_LANES, (is_above | is_equal) != 0)) return;
@@ -201,7 +208,7 @@ DEVICE void topk_by_digits(const TopkArguments& a, const Part& part, u32 row, u3
     for (u32 i = 0; i < 4; i++) {
       const bool tie = is_equal >> i & 1;
       if ((is_above >> i & 1) || (tie && my_equal < wanted))
-        positions[my_above + smaller(my_equal, wanted)] = part.begin + at + i;
+        write(my_above + smaller(my_equal, wanted), part.begin + at + i, key_of(keys, i));
       my_above += is_above >> i & 1;
       my_equal += tie;
     }

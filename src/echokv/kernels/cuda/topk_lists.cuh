@@ -10,18 +10,14 @@
 #pragma once
 #include "topk_part.cuh"
 
-constexpr u32 MAX_PAIRS = 8;      // of samples of a thread
-constexpr float EXPECTED = 64;    // samples among the k best, where a thread takes so few
-constexpr u32 PAIRS_AT_ONCE = 4;
+constexpr u32 MAX_QUADS = 4;      // of samples of a thread
+constexpr u32 QUADS_AT_ONCE = 2;
 constexpr u32 AT_ONCE = 6;        // groups that a warp asks for at once
 constexpr u32 FINE_BITS = 11;     // of the digit that candidates are counted by
 constexpr u32 FINE = 1 << FINE_BITS;
-constexpr u32 LOWEST = 0x007fffffu;  // key of -inf and NaN
+constexpr u32 MARKED_AT_ONCE = 4;  // candidates of a thread
+constexpr u32 NOWHERE = ALL_LANES;
 static_assert(FINE / THREADS % 4 == 0, "a lane reads its bins four at a time");
-
-struct Pair {
-  u32 first, second;
-};
 
 struct Summary {  // of a block's list
   u32 count, highest;
@@ -47,6 +43,7 @@ struct Lists {
   u32* above;   // one bit a place
   u32* equal;
   u32* counts;  // of both in the words before, two counts in one
+  i32* blocks;  // host blocks of the part
 };
 
 DEVICE Lists lists_after(ListShared* shared, u32 listed, u32 chunk, u32 blocks) {
@@ -54,59 +51,66 @@ DEVICE Lists lists_after(ListShared* shared, u32 listed, u32 chunk, u32 blocks) 
   u32* above = keys + 3 * listed;
   const u32 words = ceil_div(chunk, WARP);
   return {keys,          keys + listed,     blocks == 1 ? keys : keys + 2 * listed, above,
-          above + words, above + 2 * words};
+          above + words, above + 2 * words, reinterpret_cast<i32*>(above + 3 * words)};
 }
 
-// Which scores of a row are its sample: a pair in each stretch, anywhere in it, lest they beat with
-// a period of the scores. Every warp has WARPS-th pairs, from the whole row. (One request to memory
-// a pair: their number is what a sample costs.)
+// Which scores of a row are its sample: four in each stretch, anywhere in it, lest they beat with a
+// period of the scores. Every warp has WARPS-th quads, from the whole row. (One request to memory a
+// quad: their number is what a sample costs.)
 struct Sample {
-  u32 each;  // pairs of a thread
+  u32 each;  // quads of a thread
   u32 stride;
 };
 
-DEVICE Sample sample_of(u32 length, u32 k) {
-  const u32 enough = u32(EXPECTED * float(length) / (2 * float(k) * THREADS)) + 1;
-  const u32 each = smaller(smaller(enough, MAX_PAIRS), length / (2 * THREADS));
-  return {each, each == 0 ? 0 : length / (each * THREADS)};
+DEVICE Sample sample_of(u32 length, float quads_a_score) {
+  const u32 enough = u32(quads_a_score * float(length)) + 1, of_thread = length / THREADS;
+  const u32 each = enough > 2 ? MAX_QUADS : enough;  // 1, 2 or 4: shifts, where others divide
+  const u32 stride = of_thread >> (each == MAX_QUADS ? 2 : each - 1);
+  if (stride >= 4) return {each, stride};
+  return {of_thread >= 4 ? 1u : 0u, of_thread};
 }
 
-DEVICE void read_sample(const Sample& sample, const float* scores, u32 first, Pair* bits,
+DEVICE void read_sample(const Sample& sample, const float* scores, u32 first, Words* bits,
                         u32 thread) {
-  const bool aligned = reinterpret_cast<u64>(scores) % sizeof(Pair) == 0;
+  const bool aligned = reinterpret_cast<u64>(scores) % sizeof(Words) == 0;
 #pragma unroll
-  for (u32 i = 0; i < PAIRS_AT_ONCE; i++) {
+  for (u32 i = 0; i < QUADS_AT_ONCE; i++) {
     const u32 number = ((first + i) * WARP + thread % WARP) * WARPS + thread / WARP;
-    const u32 within = u32(u64(number * 0x9e3779b1u) * (sample.stride - 1) >> 32);
+    const u32 within = u32(u64(number * 0x9e3779b1u) * (sample.stride - 3) >> 32);
     const u32 at = number * sample.stride + within;
-    bits[i] = {ALL_LANES, ALL_LANES};  // NaNs
+    bits[i] = {ALL_LANES, ALL_LANES, ALL_LANES, ALL_LANES};  // NaNs
     if (first + i >= sample.each) continue;
     if (aligned)
-      bits[i] = *reinterpret_cast<const Pair*>(scores + at / 2 * 2);
+      bits[i] = load_words(scores + at / 4 * 4);
     else
-      bits[i] = {float_bits(scores[at]), float_bits(scores[at + 1])};
+      bits[i] = {float_bits(scores[at]), float_bits(scores[at + 1]), float_bits(scores[at + 2]),
+                 float_bits(scores[at + 3])};
   }
 }
 
 // A bound above which more than k keys of the row lie, though not many more; most likely: the mean
 // of what each warp finds at the wanted rank of its samples. `bits` are a thread's first ones.
-DEVICE u32 sampled_bound(const Sample& sample, ListShared* shared, const float* scores, u32 length,
-                         u32 k, Pair* bits, u32 thread) {
+DEVICE u32 sampled_bound(const Sample& sample, ListShared* shared, const float* scores, u32 k,
+                         Words* bits, u32 thread) {
   const u32 lane = thread % WARP;
-  const float expected = float(k) * float(2 * sample.each * THREADS) / float(length);
-  const u32 rank = u32((expected + 5 * sqrtf(expected) + 4) / WARPS) + 1;
+  // Five standard deviations more than are expected: 5 sqrt(x) <= 5 x / 16 + 20.
+  const float expected = __fdividef(4 * float(k), float(sample.stride));
+  const u32 rank = u32((expected * 1.3125f + 24) * (1.0f / WARPS)) + 1;
   u32 best = 0, second = 0;  // of this lane: a third among the warp's best is rare, and lowers it
   const auto keep = [&](u32 key) {
     const u32 lower = smaller(best, key);
     best = best > key ? best : key;
     second = second > lower ? second : lower;
   };
-  for (u32 first = 0; first < sample.each; first += PAIRS_AT_ONCE) {
+  for (u32 first = 0; first < sample.each; first += QUADS_AT_ONCE) {
     if (first != 0) read_sample(sample, scores, first, bits, thread);
 #pragma unroll
-    for (u32 i = 0; i < PAIRS_AT_ONCE; i++) {
-      keep(order_key(bits[i].first));
-      keep(order_key(bits[i].second));
+    for (u32 i = 0; i < QUADS_AT_ONCE; i++) {
+      if (first + i >= sample.each) continue;
+      keep(order_key(bits[i].x));
+      keep(order_key(bits[i].y));
+      keep(order_key(bits[i].z));
+      keep(order_key(bits[i].w));
     }
   }
   u32 found = 0;
@@ -182,8 +186,11 @@ DEVICE void count_fine(ListShared* shared, u32 digit) {
 
 DEVICE void read_groups(const Part& part, u32 start, Words* bits, u32 lane) {
 #pragma unroll
-  for (u32 i = 0; i < AT_ONCE; i++)
-    bits[i] = read_scores(part, (start + i * WARPS) * GROUP + lane * 4);
+  for (u32 i = 0; i < AT_ONCE; i++) {
+    const u32 first = (start + i * WARPS) * GROUP;
+    bits[i] = {ALL_LANES, ALL_LANES, ALL_LANES, ALL_LANES};
+    if (first < part.size) bits[i] = read_scores(part, first + lane * 4);
+  }
 }
 
 DEVICE u32 reaching(Words bits, float limit) {  // one bit a score; none for NaN
@@ -203,7 +210,8 @@ DEVICE void list_candidates(const Part& part, const Lists& lists, ListShared* sh
     u32 found = 0;
     if (start != warp) read_groups(part, start, bits, lane);
 #pragma unroll
-    for (u32 i = 0; i < AT_ONCE; i++) found |= reaching(bits[i], limit) << (4 * i);
+    for (u32 i = 0; i < AT_ONCE; i++)
+      if (start + i * WARPS < groups) found |= reaching(bits[i], limit) << (4 * i);
     u32 total, base = 0;
     const u32 before = lanes_before(__popc(found), lane, &total);
     if (total == 0) continue;
@@ -299,11 +307,21 @@ DEVICE u32 kth_of_all(const Lists& lists, ListShared* shared, u32 total, u32 bou
 // Mark in the maps which of this block's candidates are above or equal to the k-th key.
 DEVICE void mark(const Lists& lists, bool everything, u32 own, u32 threshold, u32 thread) {
   if (everything) {
-    for (u32 start = thread / WARP * WARP; start < own; start += THREADS) {
-      const u32 at = start + thread % WARP, key = at < own ? lists.keys[at] : 0;
-      const u32 above = __ballot_sync(ALL_LANES, key > threshold);
-      const u32 equal = __ballot_sync(ALL_LANES, key == threshold);
-      if (thread % WARP == 0) lists.above[at / WARP] = above, lists.equal[at / WARP] = equal;
+    for (u32 start = thread / WARP * WARP; start < own; start += MARKED_AT_ONCE * THREADS) {
+      u32 keys[MARKED_AT_ONCE];
+#pragma unroll
+      for (u32 i = 0; i < MARKED_AT_ONCE; i++) {
+        const u32 at = start + i * THREADS + thread % WARP;
+        keys[i] = at < own ? lists.keys[at] : 0;
+      }
+#pragma unroll
+      for (u32 i = 0; i < MARKED_AT_ONCE; i++) {
+        const u32 above = __ballot_sync(ALL_LANES, keys[i] > threshold);
+        const u32 equal = __ballot_sync(ALL_LANES, keys[i] == threshold);
+        const u32 word = (start + i * THREADS) / WARP;
+        if (thread % WARP == 0 && word * WARP < own)
+          lists.above[word] = above, lists.equal[word] = equal;
+      }
     }
     return;
   }
@@ -316,8 +334,8 @@ DEVICE void mark(const Lists& lists, bool everything, u32 own, u32 threshold, u3
 
 // Write this block's share of the k best, in ascending position. A part of a row has fewer than
 // 2^16 marks of either kind.
-DEVICE void write_marked(const Lists& lists, ListShared* shared, bool everything, u32 own,
-                         u32 threshold, i32* positions, u32 begin, u32 words, u32 wanted,
+DEVICE void write_marked(const TopkArguments& a, const Lists& lists, ListShared* shared, u32 row,
+                         bool everything, u32 own, u32 threshold, u32 begin, u32 words, u32 wanted,
                          u32 thread) {
   const u32 lane = thread % WARP, warp = thread / WARP;
   const u32 each = ceil_div(words, THREADS), first = smaller(thread * each, words);
@@ -335,15 +353,29 @@ DEVICE void write_marked(const Lists& lists, ListShared* shared, bool everything
     before += __popc(lists.above[word]) | __popc(lists.equal[word]) << 16;
   }
   block_sync();
-  for (u32 at = thread; at < own; at += THREADS) {
-    const u32 key = lists.keys[at];
-    if (key < threshold) continue;
-    const u32 place = everything ? at : lists.places[at], word = place / WARP;
-    const u32 lower = (1u << place % WARP) - 1, counts = lists.counts[word];
-    const u32 above = shared->before[0] + (counts & 0xffff) + __popc(lists.above[word] & lower);
-    const u32 equal = shared->before[1] + (counts >> 16) + __popc(lists.equal[word] & lower);
-    if (key > threshold || equal < wanted)
-      positions[above + smaller(equal, wanted)] = begin + place;
+  // Some at a time: what one waits for, the others wait for too.
+  for (u32 start = 0; start < own; start += MARKED_AT_ONCE * THREADS) {
+    u32 keys[MARKED_AT_ONCE], entries[MARKED_AT_ONCE], positions[MARKED_AT_ONCE];
+#pragma unroll
+    for (u32 i = 0; i < MARKED_AT_ONCE; i++) {
+      const u32 at = start + i * THREADS + thread;
+      entries[i] = NOWHERE;
+      if (start + i * THREADS >= own) continue;
+      keys[i] = at < own ? lists.keys[at] : 0;
+      const u32 place = everything || at >= own ? smaller(at, own - 1) : lists.places[at];
+      const u32 word = place / WARP, lower = (1u << place % WARP) - 1, counts = lists.counts[word];
+      const u32 above = shared->before[0] + (counts & 0xffff) + __popc(lists.above[word] & lower);
+      const u32 equal = shared->before[1] + (counts >> 16) + __popc(lists.equal[word] & lower);
+      positions[i] = begin + place;
+      if (keys[i] > threshold || (keys[i] == threshold && equal < wanted))
+        entries[i] = above + smaller(equal, wanted);
+    }
+#pragma unroll
+    for (u32 i = 0; i < MARKED_AT_ONCE; i++) {
+      if (entries[i] == NOWHERE) continue;
+      const u32 nth = positions[i] / BLOCK_TOKENS - begin / BLOCK_TOKENS;
+      write_chosen(a, row, entries[i], positions[i], keys[i], lists.blocks + nth);
+    }
   }
 }
 
@@ -361,9 +393,16 @@ DEVICE void clear_lists(const TopkArguments& a, u32 thread) {
   }
 }
 
+// Ask for the host blocks of this block's part; there at a barrier behind async_wait().
+DEVICE void read_blocks(const i32* blocks, const Part& part, const Lists& lists, u32 thread) {
+  const u32 first = part.begin / BLOCK_TOKENS, end = ceil_div(part.begin + part.size, BLOCK_TOKENS);
+  for (u32 at = first + thread; at < end; at += THREADS)
+    copy_word_async(lists.blocks + (at - first), blocks + at);
+}
+
 // False: the lists don't do, and nothing has been written. The same in the whole cluster.
 DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32 length,
-                          u32 thread) {
+                          i32 request_row, u32 thread) {
   ListShared* shared = reinterpret_cast<ListShared*>(shared_memory());
   const u32 lane = thread % WARP, blocks = cluster_size(), rank = cluster_rank(), k = a.k;
   const u32 words = ceil_div(part.size, WARP), listed = a.listed;
@@ -371,22 +410,25 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   const Lists lists = lists_after(shared, listed, a.chunk, blocks);
   cluster_arrive();  // nothing may be sent to a block that hasn't started
   const float* scores = a.scores + u64(row) * a.width;
-  const Sample sample = everything ? Sample{0, 0} : sample_of(length, k);
-  Pair sampled[PAIRS_AT_ONCE];
+  const Sample sample = everything ? Sample{0, 0} : sample_of(length, a.quads_a_score);
+  Words sampled[QUADS_AT_ONCE];
   Words bits[AT_ONCE];
   if (!everything) read_sample(sample, scores, 0, sampled, thread);
   read_groups(part, thread / WARP, bits, lane);  // on their way while the sample is looked at
+  if (a.names.host_slots != nullptr)
+    read_blocks(a.names.block_tables + request_row * a.names.num_blocks, part, lists, thread);
   u32 bound = 0, shift = WARP - FINE_BITS;
   if (everything) {
     block_sync();
     list_everything(part, lists, shared, shift, blocks == 1, bits, thread);
   } else {
-    bound = sampled_bound(sample, shared, scores, length, k, sampled, thread);
+    bound = sampled_bound(sample, shared, scores, k, sampled, thread);
     if (bound > LOWEST)
       list_candidates(part, lists, shared, listed, bound, bits, thread);
     else if (thread == 0)
       shared->mine.count = listed + 1;  // too many
   }
+  async_wait();
   cluster_wait();
   block_sync();
   if (thread < blocks) *peer(&shared->summaries[rank], thread) = shared->mine;
@@ -401,6 +443,7 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   if (total < k || total > listed) {
     cluster_arrive();
     cluster_wait();  // everybody has read the summaries: shared memory may serve the sure way
+    block_sync();    // says within the block what the cluster has said; racecheck knows only this
     return false;
   }
   u32 wanted = k;
@@ -426,8 +469,8 @@ DEVICE bool topk_by_lists(const TopkArguments& a, const Part& part, u32 row, u32
   if (lane == 0 && equal != 0) atomicAdd(&shared->before[1], equal);
   mark(lists, everything, own, threshold, thread);
   block_sync();
-  write_marked(lists, shared, everything, own, threshold, a.positions + u64(row) * k, part.begin,
-               words, wanted, thread);
+  write_marked(a, lists, shared, row, everything, own, threshold, part.begin, words, wanted,
+               thread);
   if (rank == 0 && thread == 0) a.kth[row] = bits_float(order_bits(threshold));
   cluster_wait();
   return true;

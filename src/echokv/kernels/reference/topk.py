@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
+from echokv.kernels.reference.name_rows import name_rows
 
 
 def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -41,6 +42,27 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return positions, kth
 
 
+def topk_rows(
+    scores: Tensor, context_lens: Tensor, k: int, request_rows: Tensor, block_tables: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`topk`, and `name_rows` of what it finds.
+
+    Args:
+        scores: [T, W] float32.
+        context_lens: [T] int32, as `topk` takes it.
+        k: how many, at least 1; may exceed W.
+        request_rows: [T] int32: each row's row of block_tables.
+        block_tables: [R, B] int32 host block ids, as many as the contexts have.
+
+    Returns:
+        [T, k] int32 positions and [T] float32 k-th scores, as `topk` does; [T, k] int32 host slots
+        and [T, k] float32 scores, as `name_rows` does: those of NaN and -0.0 as they are.
+    """
+    check_topk_rows_args(scores, context_lens, k, request_rows, block_tables)
+    positions, kth = topk(scores, context_lens, k)
+    return positions, kth, *name_rows(positions, scores, request_rows, block_tables)
+
+
 def _drop_late_ties(chosen: Tensor, ranked: Tensor, kth: Tensor, k: int) -> None:
     """Where more than k are chosen, unchoose the last of those that equal the k-th score."""
     excess = chosen.sum(dim=1) - k
@@ -56,3 +78,13 @@ def check_topk_args(scores: Tensor, context_lens: Tensor, k: int) -> None:
     check_tensor("context_lens", context_lens, shape, torch.int32, device=scores.device)
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
+
+
+def check_topk_rows_args(
+    scores: Tensor, context_lens: Tensor, k: int, request_rows: Tensor, block_tables: Tensor
+) -> None:
+    """Raise ValueError unless `topk_rows` can take these."""
+    check_topk_args(scores, context_lens, k)
+    rows, device = (scores.shape[0],), scores.device
+    check_tensor("request_rows", request_rows, rows, torch.int32, device=device)
+    check_tensor("block_tables", block_tables, (None, None), torch.int32, device=device)

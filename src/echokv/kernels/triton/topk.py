@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echokv.kernels.reference.topk import check_topk_args
+from echokv.kernels.reference.topk import check_topk_args, check_topk_rows_args
+from echokv.kernels.triton.name_rows import name_rows
 
 _PIECE = 4096  # scores that one program looks at
 _DIGITS = 4  # of 8 bits, the highest first
@@ -46,6 +47,15 @@ def topk(scores: Tensor, context_lens: Tensor, k: int) -> tuple[Tensor, Tensor]:
         triton.next_power_of_2(pieces), _DIGITS, _PIECE, num_warps=16,
     )  # fmt: skip
     return positions, kth
+
+
+def topk_rows(
+    scores: Tensor, context_lens: Tensor, k: int, request_rows: Tensor, block_tables: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`topk`, and host slots [T, k] and scores [T, k] of its positions."""
+    check_topk_rows_args(scores, context_lens, k, request_rows, block_tables)
+    positions, kth = topk(scores, context_lens, k)
+    return positions, kth, *name_rows(positions, scores, request_rows, block_tables)
 
 
 @triton.jit
