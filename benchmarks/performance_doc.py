@@ -3,25 +3,23 @@
     python benchmarks/performance_doc.py            # replaces them
     python benchmarks/performance_doc.py --check    # 1 when one isn't what its JSON says
 
-Each lies between two marks in the document, `<!-- table: NAME -->` and `<!-- end -->`; what stands
-between them is replaced. A figure that the JSON lacks is left empty. `TABLES` at the end says which
-there are.
+Marks are those of `doc_tables.py`. A figure that the JSON lacks is left empty. `TABLES` at the end
+says which there are.
 """
 
-import argparse
 import re
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import doc_tables
 import performance_decode as decode
 import performance_peers as peers
 from performance_goals import cache_rows, goals
 from performance_tables import Row, decode_files, find, load, median, table
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
-MARKS = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", flags=re.S)
 WRITERS = {
     "decode-dense-h200": "decode.py --cases dense slice --layers 10",
     "peer-vllm-h200": "peer_vllm.py",
@@ -397,29 +395,5 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def main() -> int:
-    """Replace every table; 1 when a mark names none, or when one to check is out of date."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
-    options = parser.parse_args()
-    text = DOCUMENT.read_text()
-    marks = [match[2] for match in MARKS.finditer(text)]
-    unknown = [name for name in marks if name not in TABLES]
-    if unknown:
-        print(f"{DOCUMENT}: no such table: {unknown}", file=sys.stderr)
-        return 1
-    stale = [match[2] for match in MARKS.finditer(text) if _filled(match) != match[0]]
-    if not options.check:
-        DOCUMENT.write_text(MARKS.sub(_filled, text))
-    print(f"{DOCUMENT}: {len(marks)} tables, {len(stale)} out of date {stale or ''}".rstrip())
-    return 1 if options.check and stale else 0
-
-
-def _filled(match: re.Match[str]) -> str:
-    return f"{match[1]}{TABLES[match[2]]()}\n{match[3]}"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(doc_tables.main(DOCUMENT, TABLES, __doc__))

@@ -3,17 +3,18 @@
     python benchmarks/prefetch_doc.py            # tables and plots
     python benchmarks/prefetch_doc.py --check    # status 1 when the document is out of date
 
-Each table stands between `<!-- NAME -->` and `<!-- end NAME -->`, where NAME is a key of TABLES.
+Marks are those of `doc_tables.py`, names the keys of TABLES.
 docs/prefetch.md names the commands that write the results.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import doc_tables
 
 from echokv.bench.plots import figure, save_figure
 
@@ -378,31 +379,11 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def main() -> int:
-    """Rewrite the document and draw, or compare."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="change nothing; say if it would")
-    check = parser.parse_args().check
-    before = text = DOCUMENT.read_text()
-    for name, table in TABLES.items():
-        start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
-        head, found, rest = text.partition(start)
-        _, closed, tail = rest.partition(end)
-        if not (found and closed):
-            print(f"{DOCUMENT} has no place for {name}: {start} ... {end}", file=sys.stderr)
-            return 1
-        text = f"{head}{start}\n{table()}\n{end}{tail}"
-    if check:
-        if text != before:
-            print(f"{DOCUMENT} is out of date: python benchmarks/prefetch_doc.py", file=sys.stderr)
-        return int(text != before)
-    DOCUMENT.write_text(text)
+def plot() -> None:
+    """Draw everything."""
     for draw in (plot_segments, plot_moved, plot_gathers):
         draw()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(doc_tables.main(DOCUMENT, TABLES, __doc__, plot))

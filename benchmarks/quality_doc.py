@@ -1,17 +1,19 @@
 """Fills the tables of docs/quality.md from JSON results, and draws their plots beside it.
 
-    python benchmarks/quality_doc.py            # every table whose JSON exists
+    python benchmarks/quality_doc.py            # tables and plots
     python benchmarks/quality_doc.py --check    # status 1 when the document is out of date
 
-Each table stands between `<!-- NAME -->` and `<!-- end NAME -->`, where NAME is the result's file
-in benchmarks/results without its suffix; docs/quality.md names the command that writes that file.
+Marks are those of `doc_tables.py`; a table has the name of its result's file in benchmarks/results,
+without its suffix, and docs/quality.md the command that writes that file.
 """
 
-import argparse
+import functools
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+import doc_tables
 
 from echokv.bench.quality_report import plot_quality, render_quality, render_tasks
 from echokv.bench.trace_report import plot_replay, render_replay
@@ -54,30 +56,23 @@ def plots(name: str, result: dict[str, Any]) -> None:
         plot_replay(result, PLOTS / name)
 
 
-def main() -> int:
-    """Rewrite the document, or compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; say if it would")
-    check = parser.parse_args().check
-    before = text = DOCUMENT.read_text()
-    for file in sorted(RESULTS.glob("*.json")):
-        name = file.stem
-        start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
-        if start not in text:
-            continue
-        result = json.loads(file.read_text())
-        head, _, rest = text.partition(start)
-        _, _, tail = rest.partition(end)
-        text = f"{head}{start}\n{table(name, result)}\n{end}{tail}"
-        if not check:
-            plots(name, result)
-    if check:
-        if text != before:
-            print(f"{DOCUMENT} is out of date: python benchmarks/quality_doc.py", file=sys.stderr)
-        return int(text != before)
-    DOCUMENT.write_text(text)
-    return 0
+def result_of(name: str) -> dict[str, Any]:
+    """A result by its file's name."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def plot() -> None:
+    """Draw everything."""
+    for name in doc_tables.names(DOCUMENT):
+        plots(name, result_of(name))
+
+
+def filled(name: str) -> str:
+    """One table."""
+    return table(name, result_of(name))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    TABLES = {name: functools.partial(filled, name) for name in doc_tables.names(DOCUMENT)}
+    sys.exit(doc_tables.main(DOCUMENT, TABLES, __doc__, plot))
