@@ -96,8 +96,8 @@ ENGINE_FLAGS = (
     Flag(
         names=("--prefetch",),
         field="prefetch",
-        help="move KV rows of decode steps early, on predictions: auto (where it was measured to"
-        " pay), on or off",
+        help="move KV rows early, on predictions: auto (where whole steps were measured to gain from"
+        " it: nowhere yet), on or off",
     ),
     Flag(
         names=("--max-model-len",),
