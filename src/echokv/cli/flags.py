@@ -96,8 +96,8 @@ ENGINE_FLAGS = (
     Flag(
         names=("--prefetch",),
         field="prefetch",
-        help="move KV rows early, on predictions: auto (where whole steps were measured to gain from"
-        " it: nowhere yet), on or off",
+        help="move KV rows early, on predictions: auto (where whole steps were measured to gain:"
+        " nowhere yet), on or off",
     ),
     Flag(
         names=("--max-model-len",),
