@@ -87,7 +87,7 @@ def test_token_by_token(case: Case) -> None:
 
 @pytest.mark.parametrize("pool_tokens", [64, 65, 150])
 def test_offloading_changes_no_bit(case: Case, pool_tokens: int) -> None:
-    """Pools of exactly k, k + 1 and two tokens' selections: evictions, recalls, pieces."""
+    """Pools of exactly k, k + 1 and two tokens' selections: evictions, recalls, copies."""
     resident = Runner(case.path)
     expected = resident.prefill("a", case.ids)
     offloaded = Runner(case.path, pool_tokens=pool_tokens)
@@ -97,8 +97,8 @@ def test_offloading_changes_no_bit(case: Case, pool_tokens: int) -> None:
     offloaded.cache.check()
     assert isinstance(offloaded.cache, CacheManager)
     for counters in offloaded.cache.counters():
-        assert counters.evicted > LENGTH
-        assert counters.recalled > LENGTH
+        assert counters.evicted >= LENGTH - pool_tokens  # each row has been in the pool
+        assert counters.recalled > LENGTH - pool_tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

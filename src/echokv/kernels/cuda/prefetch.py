@@ -1,7 +1,5 @@
 """What a prefetch takes from this folder: `FusedPrefetch` of `kernels/protocol.py`."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,9 @@ from echokv.kernels.cuda import fetch_listed, index_scores, prefill_prefetch
 from echokv.kernels.cuda import topk as selecting
 from echokv.kernels.cuda.index_scores import fetches, index_scores_prefetch
 from echokv.kernels.cuda.topk import topk_rows
+from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.prefetch_args import CandidateLists
+from echokv.memory.formats import IndexKeyFormat
 
 __all__ = [
     "candidate_lists",
@@ -32,7 +32,24 @@ def candidate_lists(device: torch.device) -> CandidateLists:
     )
 
 
-def prefill_scores_prefetch(*inputs: Any, k: int, most: int) -> tuple[Tensor, Tensor]:
+def prefill_scores_prefetch(
+    query: Tensor,
+    weights: Tensor,
+    pages: Tensor,
+    fmt: IndexKeyFormat,
+    block_tables: Tensor,
+    request_rows: Tensor,
+    context_lens: Tensor,
+    max_context_len: int,
+    shifts: Tensor,
+    layer: FusedLayer,
+    *,
+    k: int,
+    most: int,
+) -> tuple[Tensor, Tensor]:
     """See `prefill_prefetch`; what `fetch_late` would need is left out."""
-    scores, found = prefill_prefetch.prefill_scores_prefetch(*inputs, k=k, most=most)
+    tables = (block_tables, request_rows, context_lens, max_context_len)
+    scores, found = prefill_prefetch.prefill_scores_prefetch(
+        query, weights, pages, fmt, *tables, shifts, layer, k=k, most=most
+    )
     return scores, found.host_slots
