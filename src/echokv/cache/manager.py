@@ -9,17 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from echokv.cache.append import Appender
 from echokv.cache.checks import check_live, check_room, check_rows, live_slots
 from echokv.cache.policy import EvictionPolicy, RecencyThenScore
 from echokv.cache.prefetched import PrefetchedRows
 from echokv.cache.protocol import LayerCounters
 from echokv.cache.ready import ReadyLists
-from echokv.cache.reserve import EVICTED, HITS, RECALLED, WRITTEN, Reserver
+from echokv.cache.reserve import EVICTED, HITS, RECALLED, Reserver
 from echokv.cache.side_stream import SideStream
 from echokv.cache.staged import StagedRows
 from echokv.cache.state import CacheState
 from echokv.errors import CapacityError
-from echokv.kernels.fused_layer import MOST_NEW_ROWS, TOTALS, FusedLayer, NewRows
+from echokv.kernels.fused_layer import TOTALS, FusedLayer, NewRows
 from echokv.kernels.protocol import Kernels
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import DeviceSlots, HostSlots
@@ -60,15 +61,16 @@ class CacheManager:
         scratch = None if self._ready is None else self._ready.scratch
         self._slots = Reserver(kernels, self.state, scratch, self.state.workspace)
         # What the ops of one call count, laid out like a row of _totals so that one addition
-        # takes it over; append and make_resident each leave the other's columns at zero.
+        # takes it over; the columns of append stay at zero.
         self._selecting = torch.zeros(TOTALS, dtype=torch.int32, device=device)
-        self._appending = torch.zeros(TOTALS, dtype=torch.int32, device=device)
-        self._ignored = torch.zeros(1, dtype=torch.int32, device=device)
         self.side = SideStream(device)
         """Where `prefetch` and `recall_ahead` run: whatever else touches the cache waits first."""
         self._prefetched = PrefetchedRows(kernels, self.state, self.side)
         self._staged = StagedRows(kernels, self.state, host_pool, device_pool)
-        self._new_rows: tuple[int, NewRows] | None = None  # put off, of which layer
+        self._appender = Appender(
+            kernels, self.state, host_pool, device_pool, self._ready, self._slots, self.side,
+            self._totals,
+        )  # fmt: skip
 
     @property
     def capacity(self) -> int:
@@ -109,33 +111,8 @@ class CacheManager:
     ) -> None:
         """See `KVCache`."""
         self._require_room(f"keeping {keep} new rows", keep)
-        count = host_slots.shape[0]
-        fused = self._ready if keep == count else None
-        if fused is not None and until_selected and count <= MOST_NEW_ROWS:
-            self._append_now()
-            self._new_rows = (layer, NewRows(host_slots, rows))
-            return
-        if fused is not None and (beside or until_selected):
-            self._append_now()
-            with self.side.fork(host_slots, rows, catches_up=False):
-                fused.append(layer, host_slots, rows)
-            return
-        self._wait()
-        if fused is not None:
-            fused.append(layer, host_slots, rows)
-            return
-        if keep > 0:
-            self._list_anew(layer)
-            kept = HostSlots(host_slots[host_slots.shape[0] - keep :])
-            priorities = self.state.floor.repeat(keep)
-            self._slots.reserve(layer, kept, priorities, self._appending, WRITTEN, self._ignored)
-            self._totals[layer].add_(self._appending)
-        self._kernels.write_rows(
-            rows,
-            host_slots,
-            self.state.host_to_device[layer],
-            self._host_pool.rows[layer],
-            self._device_pool.rows[layer],
+        self._appender.append(
+            layer, host_slots, rows, keep=keep, beside=beside, until_selected=until_selected
         )
 
     def make_resident(
@@ -147,8 +124,9 @@ class CacheManager:
         max_distinct: int | None = None,
     ) -> DeviceSlots:
         """See `KVCache`."""
+        self._require_room_for(host_slots, max_distinct)
         self._wait(layer)
-        return self._make_resident(layer, host_slots, scores, max_distinct)
+        return self._make_resident(layer, host_slots, scores, self._appender.take())
 
     def recall_ahead(
         self,
@@ -159,10 +137,12 @@ class CacheManager:
         max_distinct: int | None = None,
     ) -> DeviceSlots:
         """See `KVCache`."""
-        self._append_now(but=layer)
+        self._require_room_for(host_slots, max_distinct)
+        self._appender.catch_up(but=layer)
+        new = self._appender.take()
         # What was put off counts prefetched rows that were selected: it must come after this.
-        with self.side.fork(host_slots, scores, self._new_rows, catches_up=False):
-            return self._make_resident(layer, host_slots, scores, max_distinct, beside=True)
+        with self.side.fork(host_slots, scores, new, catches_up=False):
+            return self._make_resident(layer, host_slots, scores, new, beside=True)
 
     def wait(self) -> None:
         """See `KVCache`."""
@@ -175,33 +155,20 @@ class CacheManager:
             layer: whose selection is going to be made resident, its new rows with it.
         """
         self.side.join()
-        self._append_now(but=layer)
-
-    def _append_now(self, *, but: int | None = None) -> None:
-        """Append the rows that were put off, unless they are this layer's."""
-        if self._new_rows is None or self._new_rows[0] == but:
-            return
-        self.side.join()
-        (layer, new), self._new_rows = self._new_rows, None
-        assert self._ready is not None, "only ready lists have rows put off"
-        self._ready.append(layer, HostSlots(new.host_slots), new.rows)
+        self._appender.catch_up(but=layer)
 
     def _make_resident(
         self,
         layer: int,
         host_slots: HostSlots,
         scores: Tensor,
-        max_distinct: int | None,
+        new_rows: NewRows | None,
         *,
         beside: bool = False,
     ) -> DeviceSlots:
-        entries = host_slots.numel()
-        distinct = entries if max_distinct is None else min(entries, max_distinct)
-        self._require_room(f"a selection of {distinct} rows", distinct)
         if self._ready is not None:
-            new, self._new_rows = self._new_rows, None
             device_slots = self._ready.make_resident(
-                layer, host_slots, scores, new_rows=new and new[1], beside=beside
+                layer, host_slots, scores, new_rows=new_rows, beside=beside
             )
             return DeviceSlots(device_slots)
         state, counts = self.state.layer(layer), self._selecting
@@ -271,6 +238,11 @@ class CacheManager:
             self._host_pool.rows[layer],
             self._device_pool.rows[layer],
         )
+
+    def _require_room_for(self, host_slots: HostSlots, max_distinct: int | None) -> None:
+        entries = host_slots.numel()
+        distinct = entries if max_distinct is None else min(entries, max_distinct)
+        self._require_room(f"a selection of {distinct} rows", distinct)
 
     def _require_room(self, what: str, rows: int) -> None:
         if rows > self.capacity:
