@@ -4,14 +4,25 @@ A table lies between `<!-- table: NAME -->` and `<!-- end -->`; what stands betw
 """
 
 import argparse
+import functools
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+RESULTS = Path(__file__).parent / "results"
 MARKS = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", flags=re.S)
 
 Tables = Mapping[str, Callable[[], str]]
+
+
+@functools.cache
+def result(name: str) -> dict[str, Any]:
+    """A result by its file's name, without ".json"."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
 
 
 def names(document: Path) -> list[str]:

@@ -1,22 +1,17 @@
 """Results and markdown tables, for the scripts that fill docs/performance.md."""
 
 import functools
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from doc_tables import RESULTS, result
 
 Row = dict[str, Any]
 
 
-@functools.cache
 def load(name: str) -> Row:
     """A result by its file's name; empty when there is none."""
-    path = RESULTS / f"{name}.json"
-    report: Row = json.loads(path.read_text()) if path.exists() else {}
-    return report
+    return result(name) if (RESULTS / f"{name}.json").exists() else {}
 
 
 @functools.cache

@@ -7,33 +7,24 @@ Marks are those of `doc_tables.py`, names the keys of TABLES.
 docs/prefetch.md names the commands that write the results.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import doc_tables
+from doc_tables import result as load
 
 from echokv.bench.plots import figure, save_figure
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "prefetch.md"
 PLOTS = ROOT / "docs" / "plots" / "prefetch"
-RESULTS = ROOT / "benchmarks" / "results"
 
 CUDA = "prefetch-cuda-h200"
 VARIANTS = ("perfect", "on", "worst")
 GATHERED = (512, 2665, 16_384)
 MIB = 2**20
-
-
-@cache
-def load(name: str) -> dict[str, Any]:
-    """One result."""
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return result
 
 
 def grid(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -160,7 +151,7 @@ def designs_table() -> str:
         ("own", "6 SMs find, 6 move"), ("own", "6 SMs find, 6 move, nothing below"),
     )  # fmt: skip
     rows = []
-    for one in json.loads((RESULTS / "one-off" / "prefetch-designs.json").read_text())["cases"]:
+    for one in load("one-off/prefetch-designs")["cases"]:
         off = " / ".join(f"{one[side]['off']['us']:.1f}" for side in ("shared", "own"))
         ratios = [one[side]["off"]["us"] / one[side][name]["us"] for side, name in shown]
         words = f"{shape_of(one)}, {one['hit']:g}, {one['predictions']}"

@@ -8,7 +8,6 @@ without its suffix, and docs/quality.md the command that writes that file.
 """
 
 import functools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from echokv.bench.trace_report import plot_replay, render_replay
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "quality.md"
 PLOTS = ROOT / "docs" / "plots"
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 def table(name: str, result: dict[str, Any]) -> str:
@@ -56,21 +54,15 @@ def plots(name: str, result: dict[str, Any]) -> None:
         plot_replay(result, PLOTS / name)
 
 
-def result_of(name: str) -> dict[str, Any]:
-    """A result by its file's name."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
-
-
 def plot() -> None:
     """Draw everything."""
     for name in doc_tables.names(DOCUMENT):
-        plots(name, result_of(name))
+        plots(name, doc_tables.result(name))
 
 
 def filled(name: str) -> str:
     """One table."""
-    return table(name, result_of(name))
+    return table(name, doc_tables.result(name))
 
 
 if __name__ == "__main__":

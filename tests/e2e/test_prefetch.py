@@ -236,9 +236,9 @@ def test_prefill_moves_rows_before_they_are_selected(
     came: list[int] = []
 
     def counting(*args: Any, **options: Any) -> Any:
-        scores, host_slots = fetch(*args, **options)
-        came.append(int((host_slots >= 0).sum()))
-        return scores, host_slots
+        scores, found = fetch(*args, **options)
+        came.append(int((found.host_slots >= 0).sum()))
+        return scores, found
 
     kernels.fused_prefetch.prefill_scores_prefetch = counting
     monkeypatch.setattr(build, "load_kernels", lambda *_: kernels)

@@ -222,7 +222,7 @@ class Emulator:
         lanes = lanes or (4 if rows * k <= FEW_ENTRIES else 32)
         threads = RECALL_THREADS * (2 if beside else 1)
         plan = recall.ResidentPlan.of(rows, k, lanes, most_blocks, threads, wide=beside)
-        new = new_rows or NewRows(layer.priority[:0], layer.device_rows[:0])
+        new = new_rows or NewRows.none(layer)
         count, row_bytes = new.rows.shape
         assert count <= min(MOST_NEW_ROWS, threads)
         arguments = recall.ResidentArguments(
@@ -384,7 +384,7 @@ class Emulator:
         *,
         k: int,
         most: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, prefill_prefetch.InterPrefetch]:
         """`prefill_scores_prefetch`: the reference's scores, then what they name.
 
         The reference's passes have few rows, whose one wave would come too late: so all comes.
@@ -395,7 +395,7 @@ class Emulator:
             scores, context_lens, request_rows, block_tables, shifts, layer, k=k, most=most
         )
         self.inter_fetch_late(found)
-        return scores, found.host_slots
+        return scores, found
 
     def topk_rows_known(
         self,

@@ -133,8 +133,8 @@ class PrefillPrefetcher:
             k=self._topk,
             most=most,
         )
-        layers = self._decoder_layers[index_layer : index_layer + 1]
-        self._cache.side.later(lambda: self._cache.count_useful(layers, found[None]))
+        layers, host_slots = self._decoder_layers[index_layer : index_layer + 1], found.host_slots
+        self._cache.side.later(lambda: self._cache.count_useful(layers, host_slots[None]))
         return scores
 
     def learn(self, kth_scores: Tensor, batch: ForwardBatch) -> None:

@@ -1,11 +1,12 @@
 """One layer of the cache as one argument: what the fused ops read and change."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from echokv.kernels.cache_args import check_layer, check_pools, check_scalars
+from echokv.kernels.cache_args import check_entries, check_layer, check_pools, check_scalars
 from echokv.kernels.checks import check_tensor
 
 TOTALS = 5
@@ -23,14 +24,6 @@ STALE = 1 << 30
 
 MOST_NEW_ROWS = 64
 """New rows that `make_resident` takes in with a selection."""
-
-
-@dataclass(frozen=True)
-class NewRows:
-    """Rows of this step that are not in the cache yet."""
-
-    host_slots: Tensor  # [N] int32, distinct, -1 for rows to skip
-    rows: Tensor  # [N, row_bytes] uint8, on the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +58,27 @@ class FusedLayer:
         check_tensor("cursor", self.cursor, (CURSOR,), torch.int32, device=device)
         check_scalars(device, floor=self.floor, barrier=self.barrier)
         check_pools(self.host_rows, self.device_rows)
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows of this step that are not in the cache yet."""
+
+    host_slots: Tensor  # [N] int32, distinct, -1 for rows to skip
+    rows: Tensor  # [N, row_bytes] uint8, on the device
+
+    @classmethod
+    def none(cls, layer: FusedLayer) -> Self:
+        """No rows."""
+        return cls(layer.priority[:0], layer.device_rows[:0])
+
+    def check(self, layer: FusedLayer) -> None:
+        """Check shapes, dtypes and devices against those of the layer that they go to.
+
+        Raises:
+            ValueError: with the tensor's name, what it is and what it must be.
+        """
+        device = layer.priority.device
+        check_entries(device, self.host_slots)
+        shape = (self.host_slots.shape[0], layer.device_rows.shape[1])
+        check_tensor("rows", self.rows, shape, torch.uint8, device=device)

@@ -149,11 +149,19 @@ class ModelKernels(Protocol):
     def wide_linear(self, x: Tensor, weight: Tensor, factor: float) -> Tensor: ...
 
 
+class Fetched(Protocol):
+    """What a prefill pass has fetched in a layer."""
+
+    @property
+    def host_slots(self) -> Tensor:
+        """[most] int32: distinct ones that were fetched; -1 elsewhere."""
+        ...
+
+
 class FusedPrefetch(Protocol):
     """Scores and rows of a layer at the same time.
 
-    See `kernels/cuda/index_scores.py`, and for prefill `kernels/cuda/prefill_prefetch.py`, of which
-    the second result is host_slots [most]: -1, and what was fetched.
+    See `kernels/cuda/index_scores.py`, and for prefill `kernels/cuda/prefill_prefetch.py`.
     """
 
     def fetches(
@@ -210,7 +218,7 @@ class FusedPrefetch(Protocol):
         *,
         k: int,
         most: int,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Fetched]: ...
 
 
 class Kernels(Fp8Kernels, ModelKernels, Protocol):

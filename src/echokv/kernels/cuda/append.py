@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echokv.kernels.cache_args import check_entries
-from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda.launch import Arguments, CudaModule
 from echokv.kernels.cuda.layer import (
     BLOCKS_PER_SM,
@@ -44,10 +42,8 @@ def append_rows(host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
         layer: in place; totals += 0, 0, evicted, rows that were absent, allocated.
     """
     layer.check()
-    device = layer.priority.device
-    check_entries(device, host_slots)
-    shape = (host_slots.shape[0], layer.device_rows.shape[1])
-    check_tensor("rows", rows, shape, torch.uint8, device=device)
+    NewRows(host_slots, rows).check(layer)
+    device, shape = layer.priority.device, rows.shape
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     plan = append_plan(*shape, sms)
     for start in range(0, shape[0], plan.most):

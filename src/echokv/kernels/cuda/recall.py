@@ -110,9 +110,11 @@ def make_resident(
     rows, k = host_slots.shape
     check_tensor("scores", scores, (rows, k), torch.float32, device=device)
     check_tensor("device_slots", device_slots, (rows, k), torch.int32, device=device)
-    new = _no_rows(layer) if new_rows is None else new_rows
-    _check_new_rows(new, layer)
+    new = NewRows.none(layer) if new_rows is None else new_rows
+    new.check(layer)
     count = new.host_slots.shape[0]
+    if count > MOST_NEW_ROWS:
+        raise ValueError(f"{count} new rows in one launch; at most {MOST_NEW_ROWS} are possible")
     if (rows == 0 or k == 0) and count == 0:
         return
     sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -133,20 +135,6 @@ def make_resident(
         blocks=plan.blocks + (count > 0), early=EARLY,
         shared_bytes=MAX_SHARED_BYTES if plan.wide else shared_bytes,
     )  # fmt: skip
-
-
-def _no_rows(layer: FusedLayer) -> NewRows:
-    return NewRows(layer.priority[:0], layer.device_rows[:0])
-
-
-def _check_new_rows(new: NewRows, layer: FusedLayer) -> None:
-    device = layer.priority.device
-    check_entries(device, new.host_slots)
-    count = new.host_slots.shape[0]
-    if count > MOST_NEW_ROWS:
-        raise ValueError(f"{count} new rows in one launch; at most {MOST_NEW_ROWS} are possible")
-    shape = (count, layer.device_rows.shape[1])
-    check_tensor("new_rows.rows", new.rows, shape, torch.uint8, device=device)
 
 
 def recall(
