@@ -7,17 +7,18 @@ Replayed selections (`echokv bench decode --hit-rate`) have nothing to do with t
 no prediction could name them. Here the real indexer selects, by queries that wander through random
 keys (`wandering.py`): a share of what each step selects isn't in the pool, most of it ranked near
 k. What the indexer, the top-k and everything else cost is what they always cost; putting queries in
-the place of the model's takes two small kernels a step, and a third writes predictions, on every
+the place of the model's takes a few small kernels a step, and another writes predictions, on every
 side.
 
     off         no prefetch
     on          predictions as far off, in ranks, as the demo model's were (recorded.py)
     on, learnt  predictions that the engine learnt: nearly exact, since k-th scores hardly change
     perfect     the true k-th scores, but for the few tokens that requests have decoded themselves
+    resident    all rows in HBM, without offload: no prefetch can save more
 
-Four engines of one model, over one host memory, take turns; all decode the same tokens, or nothing
-counts. Limits are learnt on every side. `--small` runs the same code at toy sizes; its times mean
-nothing.
+Five engines of one model, over one host memory, take turns; all decode the same tokens, or nothing
+counts. Limits are learnt wherever rows are prefetched. `--small` runs the same code at toy sizes;
+its times mean nothing.
 """
 
 import argparse
@@ -48,7 +49,7 @@ from echokv.errors import EchoKVError
 from echokv.indexer.indexer import Indexer, Selection, TokenSelector
 from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
-SIDES = {"off": "", "on": "recorded", "on, learnt": "", "perfect": "true"}
+SIDES = {"off": "", "on": "recorded", "on, learnt": "", "perfect": "true", "resident": ""}
 """Each with the predictions that it is given; "": its own, if it prefetches."""
 
 PROFILED_STEPS = 3
@@ -121,7 +122,7 @@ class WanderingSelector:
         self._target = thresholds if given and thresholds is not None else unused
         self.predictions = torch.zeros(steps, self._target.numel(), device=device)
         self.steps = torch.zeros(1, dtype=torch.int64, device=device)
-        self._query = torch.zeros(0)
+        self._query = self._ones = torch.zeros(0)
 
     def query(self, step: Tensor) -> Tensor:
         """[L, T, H, D] bfloat16 of a step, the same in all heads."""
@@ -132,6 +133,7 @@ class WanderingSelector:
         """See `Indexer`; queries and predictions of the step."""
         self.exact.begin_pass(batch)
         self._query = self.query(self.steps)
+        self._ones = torch.ones(batch.num_tokens, self._heads, device=self.steps.device)
         torch.index_select(self.predictions, 0, self.steps, out=self._target.view(1, -1))
         self.steps.add_(1)
 
@@ -143,8 +145,7 @@ class WanderingSelector:
         self, index_layer: int, query: Tensor, weights: Tensor, batch: ForwardBatch
     ) -> Selection:
         """See `Indexer`; by the step's query, all heads weighing one."""
-        ones = torch.ones_like(weights)
-        return self.exact.select(index_layer, self._query[index_layer], ones, batch)
+        return self.exact.select(index_layer, self._query[index_layer], self._ones, batch)
 
 
 class WanderingEngine(DecodeEngine):
@@ -162,8 +163,12 @@ class WanderingEngine(DecodeEngine):
         self, loaded: LoadedModel, sizes: PoolSizes, queries: Tensor, shared: SharedRows, side: str
     ) -> None:
         self._queries, self._side = queries, side
-        prefetch = "off" if side == "off" else "on"
+        offload = side != "resident"
+        prefetch = "off" if side == "off" or not offload else "on"
         config = dataclasses.replace(loaded.engine_config, prefetch=prefetch)
+        if not offload:
+            sizes = dataclasses.replace(sizes, offload=False, device_tokens=sizes.host_tokens)
+        self._shared = shared
         super().__init__(dataclasses.replace(loaded, engine_config=config), sizes, None, shared)
         self.wandering.steps.zero_()  # capturing a graph takes a step
 
@@ -172,6 +177,17 @@ class WanderingEngine(DecodeEngine):
         """What selects."""
         assert isinstance(self.selector, WanderingSelector)
         return self.selector
+
+    def _fill(self, *, rows: bool) -> None:
+        """The same rows on every side."""
+        super()._fill(rows=False)
+        if not rows:
+            return
+        cache, layers = self.engine.cache, self.loaded.config.num_hidden_layers
+        slots, row_bytes = cache.rows(0).shape
+        whole = self._shared.memory[: layers * slots * row_bytes].view(layers, slots, row_bytes)
+        for layer, held in enumerate(whole):
+            cache.rows(layer).copy_(held)
 
     def _keep_selector(self, indexer: Indexer, source: SelectionSource | None) -> TokenSelector:
         self._indexer = indexer
@@ -255,6 +271,7 @@ class Case:
         config, device = loaded.config, loaded.device
         dim, layers = config.index_head_dim, len(config.index_layers)
         self.angle = wandering.angle_for(how.hit_rate, config.index_topk, context, dim, device)
+        say(f"{batch} x {context}: {self.angle:.4f} radians a step")
         rows = max(batch, loaded.kernels.token_tile or 0)
         generator = torch.Generator(device).manual_seed(2)
         ways = wandering.directions(steps, layers * rows, dim, self.angle, generator)
@@ -269,7 +286,10 @@ class Case:
                 decode.wandering.predictions.copy_(predictions[kind])
             timer = self.timers[side] = StepTimer(decode)
             timer.warm_up(0, 1)
-            predictions = predictions or ranked_predictions(decode, context)
+            if not predictions:
+                say(f"{batch} x {context}, {side}: first step")
+                predictions = ranked_predictions(decode, context)
+                say(f"{batch} x {context}: predictions")
             timer.warm_up(0, self._warmup)
             say(f"{batch} x {context}, {side}: warm")
 
