@@ -186,17 +186,27 @@ def decode_table() -> str:
 
 
 def layer_table() -> str:
-    """When a layer's kernels start and how long they take, with prefetch and without."""
+    """When some kernels of a layer start and end, with prefetch and without."""
+    shown = {
+        "append_rows": "new rows", "quantise_query": "query quantised",
+        "index_scores": "index scores", "prefetching": "index scores that list",
+        "fetch_listed": "`fetch_listed`", "topk": "top-k",
+        "make_resident_beside": "`make_resident_beside`", "flash_fwd_splitkv": "FlashMLA",
+    }  # fmt: skip
     case = next(one for one in load("decode_prefetch")["cases"] if "profile" in one)
-    names = dict.fromkeys(row["name"] for one in case["profile"].values() for row in one["layer"])
     rows = []
-    for name in names:
+    for part, words in shown.items():
         cells = []
         for one in case["profile"].values():
-            found = [row for row in one["layer"] if row["name"] == name]
-            cells.append("; ".join(f"{row['start_us']:.1f}, {row['us']:.1f}" for row in found))
-        rows.append([f"`{name}`", *cells])
-    return grid((f"{shape_of(case)}, kernel", *case["profile"]), rows).replace("---:", "---")
+            spans = [row for row in one["layer"] if part in row["name"]]
+            ends = (
+                f"{row['start_us']:.1f} to {row['start_us'] + row['us']:.1f}" for row in spans[:1]
+            )
+            cells.append("".join(ends))
+        rows.append([words, *cells])
+    ends = (one["end_of_step_us"] for one in case["profile"].values())
+    rows.append(["after the last layer, once", *("" if us is None else f"{us:.1f}" for us in ends)])
+    return grid((f"us, {shape_of(case)}", *case["profile"]), rows)
 
 
 def scores_table() -> str:
@@ -385,6 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "parts": parts_table,
     "prefetch-designs": designs_table,
     "decode_prefetch": decode_table,
+    "decode layer": layer_table,
     "index_scores": scores_table,
     "host_reads": gather_table,
     "recall-beside-h200": beside_table,

@@ -53,25 +53,18 @@ def test_a_row_that_is_recalled_ahead_was_useful_too(cache: Cache) -> None:
     manager.check(cache.live())
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_what_was_put_off_is_done_when_the_last_selection_is_resident(
-    cache: Cache, ahead: bool
-) -> None:
-    """Beside what follows it, and so after all that it reads of the step."""
-    manager, wanted, done = cache.manager, cache.slots([[3, 4, 92, 5]]), list[bool]()
-    scores = torch.zeros(wanted.shape, device=cache.device)
+def test_what_was_put_off_is_done_when_the_last_layer_has_selected(cache: Cache) -> None:
+    """Beside what follows, and so after all that it reads of the step."""
+    manager, done = cache.manager, list[bool]()
     manager.begin_step()
     manager.side.later(lambda: done.append(True))
     for layer in range(2):
-        if ahead:
-            manager.recall_ahead(layer, wanted, scores)
-            assert not done
-            manager.wait()
-        else:
-            manager.make_resident(layer, wanted, scores)
-        assert bool(done) == (layer == 1)
+        cache.fetch(layer, [[3, 4, 92, 5]])
+        assert not done
+        manager.settle(layer)
+    assert done == [True]
     manager.end_step()
-    assert len(done) == 1
+    assert done == [True]
 
 
 def test_what_is_resident_is_neither_moved_nor_counted(cache: Cache) -> None:

@@ -65,7 +65,6 @@ class CacheManager:
         self._selecting = torch.zeros(TOTALS, dtype=torch.int32, device=device)
         self.side = SideStream(device)
         """Where `prefetch` and `recall_ahead` run: whatever else touches the cache waits first."""
-        self._ahead: int | None = None  # the layer whose selection is on its way there
         self._prefetched = PrefetchedRows(kernels, self.state, self.side)
         self._staged = StagedRows(kernels, self.state, host_pool, device_pool)
         self._appender = Appender(
@@ -127,9 +126,7 @@ class CacheManager:
         """See `KVCache`."""
         self._require_room_for(host_slots, max_distinct)
         self._wait(layer)
-        slots = self._make_resident(layer, host_slots, scores, self._appender.take())
-        self._settle_after(layer)
-        return slots
+        return self._make_resident(layer, host_slots, scores, self._appender.take())
 
     def recall_ahead(
         self,
@@ -142,7 +139,7 @@ class CacheManager:
         """See `KVCache`."""
         self._require_room_for(host_slots, max_distinct)
         self._appender.catch_up(but=layer)
-        new, self._ahead = self._appender.take(), layer
+        new = self._appender.take()
         # What was put off counts prefetched rows that were selected: it must come after this.
         with self.side.fork(host_slots, scores, new, catches_up=False):
             return self._make_resident(layer, host_slots, scores, new, beside=True)
@@ -150,11 +147,9 @@ class CacheManager:
     def wait(self) -> None:
         """See `KVCache`."""
         self.side.join()
-        layer, self._ahead = self._ahead, None
-        self._settle_after(layer)
 
-    def _settle_after(self, layer: int | None) -> None:
-        """Count and learn beside what follows the last layer's selection, not after the step."""
+    def settle(self, layer: int) -> None:
+        """See `KVCache`."""
         if layer == self.state.num_layers - 1:
             self.side.fork_put_off()
 
@@ -165,7 +160,6 @@ class CacheManager:
             layer: whose selection is going to be made resident, its new rows with it.
         """
         self.side.join()
-        self._ahead = None
         self._appender.catch_up(but=layer)
 
     def _make_resident(
