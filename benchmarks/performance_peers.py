@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from performance_tables import Row, load, number, table
+from performance_tables import Row, load, number
+
+from echokv.bench.markdown import table
 
 ENGINES = {"stock": "resident", "HiSparse": "offloaded"}
 WEIGHTS = {"bf16": "10 dense layers, bf16", "fp8": "10 layers of the slice, fp8"}
@@ -31,7 +33,7 @@ def vllm() -> str:
         ))  # fmt: skip
     header = ("model", "batch x context", "peer", "its step, ms (10th to 90th percentile)", "ours",
               "step, ms", "ours to the peer's")  # fmt: skip
-    return table(header, lines) if lines else "Not measured."
+    return table(header, lines, words=5) if lines else "Not measured."
 
 
 def _sglang(part: str) -> list[Row]:
