@@ -16,6 +16,7 @@ at the end of a step, once for all layers, comes after it.
 """
 
 import copy
+import statistics
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -254,15 +255,17 @@ def measure(
     for missing in shares:
         rounds.begin(missing)
         times: dict[str, list[float]] = {name: [] for name in names}
+        by_turn: dict[str, list[list[float]]] = {name: [[] for _ in names] for name in names}
         counts: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         ends: list[float] = []
         for round_ in range(-ahead.LEARNING, repeats):
             rounds.draw()
-            for name in turns.order(names, round_):
+            for turn, name in enumerate(turns.order(names, round_)):
                 us, moved, end = rounds.run(name, others, check=round_ == -ahead.LEARNING)
                 if round_ < 0:
                     continue
                 times[name].append(us)
+                by_turn[name][turn].append(us)
                 counts[name].append(moved)
                 ends += [end] if name == "recorded" and end is not None else []
         us_of = {name: turns.spread(taken) for name, taken in times.items()}
@@ -275,6 +278,10 @@ def measure(
             "rows_a_layer": {
                 name: {what: sum(one[what] for one in taken) / repeats for what in taken[0]}
                 for name, taken in counts.items()
+            },
+            "median_us_by_turn": {
+                name: [statistics.median(us) for us in taken if us]
+                for name, taken in by_turn.items()
             },
             "end_of_step_us": turns.spread(ends)["median"],
             "selected_by_one_side_only": rounds.others,

@@ -57,7 +57,7 @@ def clock(run: Callable[[], object], device: torch.device) -> float:
     run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3
+    return float(begin.elapsed_time(end)) * 1e3
 
 
 def spread(taken: list[float]) -> dict[str, float]:

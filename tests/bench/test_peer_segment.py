@@ -184,6 +184,9 @@ def test_a_whole_run(scripts: Any, case: Any, capsys: pytest.CaptureFixture[str]
         perfect = rows["perfect"]
         assert perfect["useful"] == perfect["prefetched"]  # nothing in vain
         assert perfect["recalled"] + perfect["useful"] >= want
+        assert {name: len(us) for name, us in one["median_us_by_turn"].items()} == {
+            "HiSparse": 2, "off": 2, "perfect": 2, "recorded": 2
+        }  # fmt: skip
         for name in names[1:]:
             ratio = one["us"]["HiSparse"]["median"] / one["us"][name]["median"]
             assert one["ratio"][name] == ratio
