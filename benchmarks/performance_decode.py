@@ -8,9 +8,10 @@ from performance_tables import (
     decode_files,
     load,
     number,
-    table,
     variants,
 )
+
+from echokv.bench.markdown import table
 
 TOPK = 2048
 SIDES = ("resident", "offloaded")
@@ -46,7 +47,7 @@ def steps() -> str:
     header = ("batch x context", "KV", "step, ms (10th to 90th percentile)", "on the device, ms",
               "to resident", "rows recalled a layer a step",
               "HBM, GB: rows + index keys + metadata")  # fmt: skip
-    return table(header, lines)
+    return table(header, lines, words=2)
 
 
 def throughput() -> str:
@@ -70,7 +71,7 @@ def _throughput(case: str, what: str) -> str:
                 lines.append(_throughput_row(name, side, sides[side], ratio))
     header = (what, "KV", "HBM used, GB", "requests", "tokens each", "output tokens/s",
               "to resident", "ms a step", "hit rate", "less a cold first step")  # fmt: skip
-    return table(header, lines) if lines else "Not measured."
+    return table(header, lines, words=2) if lines else "Not measured."
 
 
 def _throughput_row(name: str, side: str, one: Row, ratio: float | None) -> tuple[Any, ...]:

@@ -17,7 +17,9 @@ import doc_tables
 import performance_decode as decode
 import performance_peers as peers
 from performance_goals import cache_rows, goals
-from performance_tables import Row, decode_files, find, load, median, table
+from performance_tables import Row, decode_files, find, load, median
+
+from echokv.bench.markdown import table
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
 WRITERS = {
@@ -74,7 +76,7 @@ def sources() -> str:
         if not report:
             continue
         lines.append((f"`{name}.json`", f"`{script}`", _commit(report)))
-    return table(("benchmarks/results/", "made by benchmarks/device/", "commit"), lines)
+    return table(("benchmarks/results/", "made by benchmarks/device/", "commit"), lines, words=3)
 
 
 # The cache.
@@ -141,7 +143,7 @@ def victims() -> str:
         (row["layers"], f"{row['slots']:,}", names.get(row["lists"], row["lists"]), row["median"])
         for row in rows
     ]
-    return table(("layers", "slots a layer", "lists", "us"), lines)
+    return table(("layers", "slots a layer", "lists", "us"), lines, words=3)
 
 
 # Kernels.
@@ -259,7 +261,7 @@ def experts() -> str:
         (row["case"], row["variant"], row["median_us"], f"{row['gb_per_s'] / 1e3:.2f}")
         for row in library("fp8_experts")
     ]
-    return table(("fp8 experts", "variant", "us", "TB/s of weights"), lines)
+    return table(("fp8 experts", "variant", "us", "TB/s of weights"), lines, words=2)
 
 
 # Beside the model, and host memory.
@@ -360,7 +362,7 @@ def pinning() -> str:
         (size, "`torch.pin_memory`", pin["torch_pin_memory"], "cache-h200.json"),
     ]
     lines += decode.pinned()
-    return table(("host memory", "", "s", "from"), lines)
+    return table(("host memory", "", "s", "from"), lines, words=4)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -1,8 +1,8 @@
 """Tables of docs/performance.md about peers that ran beside ours."""
 
-from typing import Any
+from performance_tables import Row, cells, find, load, number
 
-from performance_tables import Row, load, number, table
+from echokv.bench.markdown import table
 
 ENGINES = {"stock": "resident", "HiSparse": "offloaded"}
 WEIGHTS = {"bf16": "10 dense layers, bf16", "fp8": "10 layers of the slice, fp8"}
@@ -31,7 +31,7 @@ def vllm() -> str:
         ))  # fmt: skip
     header = ("model", "batch x context", "peer", "its step, ms (10th to 90th percentile)", "ours",
               "step, ms", "ours to the peer's")  # fmt: skip
-    return table(header, lines) if lines else "Not measured."
+    return table(header, lines, words=5) if lines else "Not measured."
 
 
 def _sglang(part: str) -> list[Row]:
@@ -53,19 +53,59 @@ def swap_in() -> str:
 
 
 def segment() -> str:
-    """Scores, top-k and residency of both sides."""
-    rows = _sglang("segment")
-    names = list(dict.fromkeys(name for row in rows for name in row["us"] if name != "ours"))
-    lines: list[tuple[Any, ...]] = [
-        (f"{row['batch']} x {row['context']:,}", f"{row['missing']:.0%}",
-         *(row["us"][name]["median"] for name in names), row["us"]["ours"]["median"],
-         f"{row['ratio']:.2f}")
-        for row in rows
-    ]  # fmt: skip
-    header = ("batch x context", "missing", *(f"DeepGEMM + {name.split(', ')[1]} + HiSparse"
-                                              for name in names), "ours",
-              "the faster to ours")  # fmt: skip
+    """Scores, top-k and residency of both sides, ours with prefetch too."""
+    rows, lines = _sglang("segment"), []
+    for row in rows:
+        moved, us, shape = row["rows_a_layer"], row["us"], (row["batch"], row["context"])
+        peer, hidden = us["HiSparse"]["median"], _hidden(rows, row)
+        lines.append((
+            f"{shape[0]} x {shape[1]:,}", f"{row['missing']:.0%}",
+            f"{moved['off']['recalled']:,.0f}", peer,
+            *(_beside(us[name]["median"], peer) for name in row["ratio"]), _beside(hidden, peer),
+            *(_early(moved[name]) for name in row["ratio"] if name != "off"),
+        ))  # fmt: skip
+    predicted = ("perfect", "as recorded")
+    header = ("batch x context", "missing", "rows", "DeepGEMM + top-k + HiSparse", "ours",
+              *(f"with prefetch, {words}" for words in predicted), "as if one were hidden",
+              *(f"rows moved, {words}" for words in predicted))  # fmt: skip
     return table(header, lines) if lines else "Not measured."
+
+
+def segment_ratios() -> str:
+    """How many times as fast as SGLang's segment ours is where rows are missing, shape by shape."""
+    rows = _sglang("segment")
+    shapes: dict[str, dict[str, list[float | None]]] = {}
+    for row in rows:
+        if row["missing"]:
+            ratios = shapes.setdefault(f"{row['batch']} x {row['context']:,}", {})
+            most = row["us"]["HiSparse"]["median"] / _hidden(rows, row)
+            for name, ratio in (*row["ratio"].items(), ("at most", most)):
+                ratios.setdefault(name, []).append(ratio)
+    return "; ".join(
+        f"{shape}: " + ", ".join(f"{name} {cells(found, '.2f')}x" for name, found in ratios.items())
+        for shape, ratios in shapes.items()
+    )
+
+
+def _beside(us: float, peer: float) -> str:
+    return f"{us:.1f} ({peer / us:.2f}x)"
+
+
+def _hidden(rows: list[Row], row: Row) -> float:
+    """The longer of selecting with nothing missing and of making resident alone, ours."""
+    where = {"batch": row["batch"], "context": row["context"]}
+    selecting, recall = (
+        find(rows, missing=0.0, **where),
+        find(_sglang("swap-in"), missing=row["missing"], **where),
+    )
+    assert selecting is not None and recall is not None
+    return float(max(selecting["us"]["off"]["median"], recall["us"]["ours"]["median"]))
+
+
+def _early(moved: Row) -> str:
+    """Rows of a layer that came early and were selected + in vain, and those recalled."""
+    vain = moved["prefetched"] - moved["useful"]
+    return f"{moved['useful']:,.0f} + {vain:,.0f}, {moved['recalled']:,.0f}"
 
 
 def topk() -> str:

@@ -1,4 +1,4 @@
-"""Results and markdown tables, for the scripts that fill docs/performance.md."""
+"""Results, for the scripts that fill docs/performance.md."""
 
 import functools
 from collections.abc import Iterable
@@ -33,22 +33,6 @@ def variants(case: str) -> Row:
     """The sides of a case that was measured; empty when it was not."""
     sides: Row = decode_case(case).get("variants", {})
     return sides
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """Markdown; None is an empty cell, floats have one decimal."""
-
-    def cell(value: object) -> str:
-        if value is None:
-            return ""
-        return f"{value:,.1f}" if isinstance(value, float) else str(value)
-
-    lines = [
-        list(header),
-        ["---" for _ in header],
-        *([cell(value) for value in row] for row in rows),
-    ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def find(rows: Iterable[Row], /, **wanted: Any) -> Row | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from echokv.bench.report import write_json
 from echokv.bench.trace_belady import Step, belady, cache_steps
-from echokv.bench.trace_format import CODE_BINS, Trace, load_trace
+from echokv.bench.trace_format import CODE_BINS, Ints, Trace, load_trace
 from echokv.bench.trace_replay import POLICIES, ReplayResult, replay
 from echokv.cli.bench_trace import fractions
 
@@ -92,9 +92,9 @@ class _Layer:
         """One step; returns how many rows it recalls."""
         resident = self._resident
         resident[step.released], self._value[step.released] = False, 0.0
-        needed = np.union1d(step.written, step.selected)
-        missed = step.selected[~resident[step.selected]]
-        missed = np.setdiff1d(missed, step.written, assume_unique=True)
+        chosen = step.resident
+        needed = np.union1d(step.written, chosen)
+        missed = self._absent(np.setdiff1d(chosen, step.written, assume_unique=True))
         resident[needed] = False
         others = np.flatnonzero(resident)
         excess = others.size + needed.size - self._capacity
@@ -103,12 +103,15 @@ class _Layer:
             resident[others[np.argsort(values, kind="stable")[:excess]]] = False
         resident[needed] = True
         self._value[step.written] = np.maximum(self._value[step.written], number - 0.5)
-        chosen = step.selected
         self._value[chosen] = self._policy.touch(
             Touch(number, self._value[chosen], self._last[chosen], step.codes / (CODE_BINS + 1))
         )
         self._last[needed] = number
-        return int(missed.size)
+        # What doesn't stay is copied out of what is resident then.
+        return missed + self._absent(np.setdiff1d(step.selected, needed, assume_unique=True))
+
+    def _absent(self, slots: Ints) -> int:
+        return int(slots.size - self._resident[slots].sum())
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from echokv.bench.around_indexer import AroundIndexer
 from echokv.bench.filler import filler_lines
 from echokv.bench.quality_tasks import task_instances
 from echokv.bench.report import environment, write_json
@@ -46,21 +47,13 @@ WAYS = ("all", "budget", "limits")
 SMALLEST, LARGEST = 1024, 9000  # pools, for four requests that select 256 rows each
 
 
-class WideSelector:
+class WideSelector(AroundIndexer):
     """The product's indexer; of decode steps, the best 4k are kept beside."""
 
     def __init__(self, exact: Indexer) -> None:
-        self.topk = exact.topk
+        super().__init__(exact)
         self.kept: dict[int, list[tuple[Ints, Floats]]] = {}
-        self._exact, self._wide = exact, exact.with_topk(WIDTH * exact.topk)
-
-    def begin_pass(self, batch: ForwardBatch) -> None:
-        """See `Indexer`."""
-        self._exact.begin_pass(batch)
-
-    def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
-        """See `Indexer`."""
-        self._exact.append(index_layer, keys, batch)
+        self._wide = exact.with_topk(WIDTH * exact.topk)
 
     def select(
         self, index_layer: int, query: Tensor, weights: Tensor, batch: ForwardBatch

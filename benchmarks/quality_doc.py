@@ -14,6 +14,7 @@ from typing import Any
 
 import doc_tables
 
+from echokv.bench.markdown import table
 from echokv.bench.quality_report import plot_quality, render_quality, render_tasks
 from echokv.bench.trace_report import plot_replay, render_replay
 
@@ -22,7 +23,7 @@ DOCUMENT = ROOT / "docs" / "quality.md"
 PLOTS = ROOT / "docs" / "plots"
 
 
-def table(name: str, result: dict[str, Any]) -> str:
+def section(name: str, result: dict[str, Any]) -> str:
     """The Markdown of one result, with where it was measured."""
     if "groups" in result:
         text = f"{render_quality(result)}\n\n{render_tasks(result)}"
@@ -39,11 +40,11 @@ def render_studies(result: dict[str, Any]) -> str:
     """The policies of `policy_study.py`: a row a policy, a column a trace and pool."""
     studies = result["studies"]
     header = ["policy", *(f"{one['trace']}, {one['fraction']}" for one in studies)]
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * len(studies)]
-    for policy in studies[0]["hit_rates"]:
-        rates = [f"{100 * one['hit_rates'][policy]:.2f}%" for one in studies]
-        lines.append(f"| {policy} | " + " | ".join(rates) + " |")
-    return "\n".join(lines)
+    lines = [
+        [policy, *(f"{100 * one['hit_rates'][policy]:.2f}%" for one in studies)]
+        for policy in studies[0]["hit_rates"]
+    ]
+    return table(header, lines)
 
 
 def plots(name: str, result: dict[str, Any]) -> None:
@@ -62,7 +63,7 @@ def plot() -> None:
 
 def filled(name: str) -> str:
     """One table."""
-    return table(name, doc_tables.result(name))
+    return section(name, doc_tables.result(name))
 
 
 if __name__ == "__main__":

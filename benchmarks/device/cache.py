@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -432,6 +432,37 @@ def fill_random(rows: Tensor) -> None:
         layer.copy_(pattern.expand_as(layer))
         layer[:, :4] = numbers
         pattern = pattern.flip(0)
+
+
+def run_stages(
+    stages: Mapping[str, Callable[[], Any]],
+    report: dict[str, Any],
+    checks: list[dict[str, Any]],
+    out: Path,
+) -> None:
+    """Run stages in turn while all checks hold, and write what there is after each.
+
+    Args:
+        stages: by the report's key for what they return.
+        report: theirs is added, and the checks.
+        checks: to which stages add.
+        out: JSON file to write.
+    """
+    start = time.perf_counter()
+    for name, stage in stages.items():
+        if not all(check["ok"] for check in checks):
+            break
+        report[name] = stage()
+        report["checks"] = checks
+        out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def verdict(checks: list[dict[str, Any]], out: Path) -> int:
+    """Say how many checks failed; the exit status."""
+    failed = sum(not check["ok"] for check in checks)
+    print(f"wrote {out}; {failed} of {len(checks)} checks failed")
+    return 1 if failed else 0
 
 
 def spread(times: list[float]) -> dict[str, float]:

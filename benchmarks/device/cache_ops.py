@@ -15,9 +15,7 @@ it: a layer's share of a graph of several layers, each with tables and rows of i
 """
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -414,7 +412,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="commit of the code that runs")
     parser.add_argument("--repeats", type=int, default=30, help="replays of each graph")
     options = parser.parse_args()
-    start, bench = time.perf_counter(), Bench(options.repeats)
+    bench = Bench(options.repeats)
     torch.manual_seed(7)
     report: dict[str, Any] = {
         "environment": environment() | {"commit": options.commit},
@@ -437,17 +435,9 @@ def main() -> int:
             stages["step_us"] = partial(step_times, bench, host)
             stages["append_us"] = partial(append_times, bench, host)
             stages["choose_victims_us"] = partial(victim_times, bench)
-        for name, stage in stages.items():
-            if any(not check["ok"] for check in bench.checks):
-                break
-            report[name] = stage()
-            report["checks"] = bench.checks
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
-            print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
+        common.run_stages(stages, report, bench.checks, options.out)
         host.close()
-    failed = [check for check in bench.checks if not check["ok"]]
-    print(f"wrote {options.out}; {len(failed)} of {len(bench.checks)} checks failed")
-    return 1 if failed else 0
+    return common.verdict(bench.checks, options.out)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ call's share of a graph of four, each with scores of its own.
 """
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -157,7 +155,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="commit of the code that runs")
     parser.add_argument("--repeats", type=int, default=30, help="replays of each graph")
     options = parser.parse_args()
-    device, start = torch.device("cuda"), time.perf_counter()
+    device = torch.device("cuda")
     torch.manual_seed(7)
     bench = CudaBench(replace(common.REAL, repeats=options.repeats), device)
     report: dict[str, Any] = {
@@ -168,16 +166,8 @@ def main() -> int:
         "check topk": lambda: check_topk(bench),
         "topk_us": lambda: topk_times(bench),
     }
-    for name, stage in stages.items():
-        if any(not check["ok"] for check in bench.checks):
-            break
-        report[name] = stage()
-        report["checks"] = bench.checks
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
-    failed = [check for check in bench.checks if not check["ok"]]
-    print(f"wrote {options.out}; {len(failed)} of {len(bench.checks)} checks failed")
-    return 1 if failed else 0
+    common.run_stages(stages, report, bench.checks, options.out)
+    return common.verdict(bench.checks, options.out)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from echokv.bench.markdown import table
 from examples.demo_model.recipe import Preset
 
 TEMPLATE = Path(__file__).parent / "model_card.md"
@@ -47,30 +48,26 @@ def _recipe(run: Path, preset: Preset, evaluations: list[dict[str, Any]]) -> str
     with (run / "train.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     last = {name: list(group)[-1] for name, group in groupby(rows, key=lambda row: row["phase"])}
-    lines = [
-        "| phase | steps | tokens | text loss | answer loss | indexer KL |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    before = 0
+    lines, before = [], 0
     for evaluation in evaluations:
         steps, row = evaluation["step"] - before, last[evaluation["after"]]
         before = evaluation["step"]
-        losses = " | ".join(
-            "" if row[key] == "nan" else f"{float(row[key]):.3f}"
+        losses = (
+            None if row[key] == "nan" else f"{float(row[key]):.3f}"
             for key in ("text_loss", "answer_loss", "index_kl")
         )
         tokens = steps * preset.batch_tokens / 1e6
-        lines.append(f"| {evaluation['after']} | {steps:,} | {tokens:.1f}M | {losses} |")
-    return "\n".join(lines)
+        lines.append([evaluation["after"], f"{steps:,}", f"{tokens:.1f}M", *losses])
+    header = ("phase", "steps", "tokens", "text loss", "answer loss", "indexer KL")
+    return table(header, lines)
 
 
 def _accuracy(exact_match: dict[str, float]) -> str:
     """A row a task, a column a length."""
     tasks = sorted({name.partition("/")[0] for name in exact_match})
     lengths = sorted({int(name.partition("/")[2]) for name in exact_match})
-    lines = ["| task | " + " | ".join(f"{n:,}" for n in lengths) + " |"]
-    lines.append("|---|" + "---:|" * len(lengths))
-    for task in tasks:
-        cells = (f"{exact_match[f'{task}/{length}']:.2f}" for length in lengths)
-        lines.append(f"| `{task}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = [
+        [f"`{task}`", *(f"{exact_match[f'{task}/{length}']:.2f}" for length in lengths)]
+        for task in tasks
+    ]
+    return table(("task", *(f"{n:,}" for n in lengths)), lines)

@@ -265,5 +265,5 @@ def held_out_questions(
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The one that `tokens.save_tokenizer` wrote."""
+    """The one that `write_tokenizer` wrote."""
     return Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -4,7 +4,6 @@ Words that hold a digit (numbers, UUID groups) are cut into pairs of characters,
 has the same tokens wherever it stands.
 """
 
-import json
 import sysconfig
 import uuid
 from collections.abc import Iterable, Iterator
@@ -15,16 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from echokv.bench.filler import is_held_out
 from echokv.bench.tasks import TASKS, make_document
-from echokv.models.byte_tokenizer import (
-    ASSISTANT,
-    BOS,
-    CHAT_TEMPLATE,
-    END_OF_TURN,
-    EOS,
-    PAD,
-    SPECIAL_TOKENS,
-    USER,
-)
+from echokv.models.byte_tokenizer import BOS, SPECIAL_TOKENS
 
 VOCAB_SIZE = 2048
 
@@ -90,19 +80,3 @@ def train_tokenizer(texts: Iterable[tuple[str, str]]) -> Tokenizer:
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
     return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json, the chat template within."""
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "additional_special_tokens": [USER, ASSISTANT, END_OF_TURN],
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

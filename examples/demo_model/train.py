@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from echokv.models.byte_tokenizer import write_tokenizer
 from examples.demo_model.data import library_tokens, load_tokenizer
 from examples.demo_model.recipe import FULL, PRESETS
-from examples.demo_model.tokens import library_texts, save_tokenizer, train_tokenizer
+from examples.demo_model.tokens import library_texts, train_tokenizer
 from examples.demo_model.trainer import Trainer
 
 HELD_OUT_TOKENS = 500_000
@@ -27,7 +28,7 @@ def prepare(run: Path, library: Path | None) -> None:
     run.mkdir(parents=True, exist_ok=True)
     if not (run / "tokenizer.json").exists():
         tokenizer = train_tokenizer(library_texts(library, held_out=False))
-        save_tokenizer(tokenizer, run, FULL.shapes.max_position_embeddings)
+        write_tokenizer(run, FULL.shapes.max_position_embeddings, tokenizer)
     for split in ("train", "held-out"):
         file = run / f"library-{split}.npy"
         if not file.exists():

@@ -1,12 +1,33 @@
 """Pieces cover a pass, fit the pool, and couldn't be longer: against sets."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from echokv.attention.pieces import fresh_rows, plan_pieces
+
+
+class Waits(TorchDispatchMode):
+    """Counts how often the CPU would wait for a device's numbers."""
+
+    number = 0
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 def selections(rows: int, topk: int, population: int, seed: int) -> Tensor:
@@ -35,7 +56,7 @@ def test_pieces_cover_every_row_fit_and_are_as_long_as_can_be(
     rows: int, topk: int, population: int, spare: int, seed: int
 ) -> None:
     host_slots, capacity = selections(rows, topk, population, seed), topk + spare
-    pieces = plan_pieces(host_slots, capacity, population)
+    pieces = plan_pieces(host_slots, capacity, population, population)
     covered = [row for piece in pieces for row in range(piece.rows.start, piece.rows.stop)]
     assert covered == list(range(rows))
     step = capacity // topk
@@ -63,9 +84,20 @@ def test_fresh_rows_of_a_block_are_those_no_block_since_has(step: int) -> None:
 
 def test_rows_that_select_alike_stay_together() -> None:
     same = torch.arange(8, dtype=torch.int32).expand(1000, 8)
-    assert [piece.rows for piece in plan_pieces(same, 8, 2**40)] == [slice(0, 1000)]
+    assert [piece.rows for piece in plan_pieces(same, 8, 2**40, 8)] == [slice(0, 1000)]
     other = torch.arange(8000, dtype=torch.int32).view(1000, 8)
-    assert len(plan_pieces(other, 8, 2**40)) == 1000
+    assert len(plan_pieces(other, 8, 2**40, 8000)) == 1000
+
+
+@pytest.mark.parametrize("rows, context_rows, waits", [(1, 2**40, 0), (9, 24, 0), (9, 2**40, 1)])
+def test_counting_distinct_rows_waits_once(rows: int, context_rows: int, waits: int) -> None:
+    """And not at all where what a pass may select is known to fit."""
+    host_slots = selections(rows, 8, 24, seed=3)
+    host_slots[-1, -1] = 23  # the last host slot of the pool
+    with Waits() as counted:
+        (piece,) = plan_pieces(host_slots, 24, context_rows, 24)
+    assert counted.number == waits
+    assert len(chosen(host_slots, slice(0, rows))) <= piece.distinct <= 24
 
 
 def test_slots_of_a_large_pool_are_told_apart() -> None:

@@ -39,6 +39,10 @@ class Recorder:
         return self.cache.capacity
 
     @property
+    def host_slots(self) -> int:
+        return self.cache.host_slots
+
+    @property
     def recalls(self) -> bool:
         return self.cache.recalls
 

@@ -24,7 +24,8 @@ def random_steps(rng: np.random.Generator, capacity: int) -> list[Step]:
         released = rng.permutation(SLOTS)[: int(rng.random() < 0.3)].astype(np.int32)
         selected = np.sort(selected).astype(np.int32)
         codes = np.zeros(selected.size, np.uint8)
-        steps.append(Step(number, released, np.sort(needed[:cut]), selected, codes, fits))
+        written = np.sort(needed[:cut])
+        steps.append(Step(number, released, written, selected, selected, codes, fits))
     return steps
 
 

@@ -2,7 +2,8 @@
 
 Neighbouring queries select much the same rows, and a row that a piece selects twice takes one
 place: pieces are as long as their *distinct* rows allow, which is often many times what the worst
-case would. Counting them waits for the device, once a layer: prefill can, decode never gets here.
+case would. Counting them waits for the device, once a layer, and once more where there is more than
+one piece: prefill can, decode never gets here.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ class Piece:
     distinct: int
 
 
-def plan_pieces(host_slots: Tensor, capacity: int, context_rows: int) -> list[Piece]:
+def plan_pieces(
+    host_slots: Tensor, capacity: int, context_rows: int, pool_slots: int
+) -> list[Piece]:
     """Cut a pass into pieces that each select at most so many rows.
 
     Pieces consist of blocks of capacity // k rows, which fit whatever they select, and are as long
@@ -31,6 +34,7 @@ def plan_pieces(host_slots: Tensor, capacity: int, context_rows: int) -> list[Pi
         host_slots: [T, k] int32, what each row selects, -1 where it selects fewer.
         capacity: distinct rows that one piece may select; at least k.
         context_rows: most distinct rows that the pass can select; where they fit, nothing waits.
+        pool_slots: N_H; every host slot is below it.
 
     Returns:
         Pieces in order; together they are [0, T).
@@ -38,7 +42,7 @@ def plan_pieces(host_slots: Tensor, capacity: int, context_rows: int) -> list[Pi
     num_rows, topk = host_slots.shape
     step, most = capacity // topk, min(context_rows, num_rows * topk)
     if most > capacity:
-        most = _distinct(host_slots)
+        most = _distinct(host_slots, pool_slots)
     if most <= capacity:
         return [Piece(slice(0, num_rows), most)]
     fresh = fresh_rows(host_slots, step)
@@ -54,9 +58,9 @@ def plan_pieces(host_slots: Tensor, capacity: int, context_rows: int) -> list[Pi
     return pieces
 
 
-def _distinct(host_slots: Tensor) -> int:
-    """How many host slots there are; far cheaper than to sort them."""
-    seen = torch.zeros(int(host_slots.max()) + 2, dtype=torch.bool, device=host_slots.device)
+def _distinct(host_slots: Tensor, pool_slots: int) -> int:
+    """How many host slots there are; far cheaper than to sort them, and waits once."""
+    seen = torch.zeros(pool_slots + 1, dtype=torch.bool, device=host_slots.device)
     seen.index_fill_(0, host_slots.flatten().long(), True)  # -1 wraps to the spare entry
     return int(seen[:-1].sum())
 

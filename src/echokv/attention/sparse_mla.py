@@ -182,7 +182,8 @@ class SparseAttention:
         real, chosen = batch.num_real_tokens, selection.host_slots
         most = max(self._topk, MAX_STAGED_BYTES // self._fmt.row_bytes)
         parts = []
-        for piece in plan_pieces(chosen[:real], most, batch.num_context_rows):
+        pieces = plan_pieces(chosen[:real], most, batch.num_context_rows, self._cache.host_slots)
+        for piece in pieces:
             copies, places = self._cache.stage(
                 layer, HostSlots(chosen[piece.rows]), most_rows=piece.distinct
             )

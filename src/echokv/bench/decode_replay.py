@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from echokv.bench.around_indexer import AroundIndexer
 from echokv.cache.batch import ForwardBatch
 from echokv.errors import ConfigError
-from echokv.indexer.indexer import Indexer, Selection, TokenSelector
+from echokv.indexer.indexer import Indexer, Selection
 from echokv.memory.slots import BLOCK_TOKENS, NO_SLOT, HostSlots
 
 _MIXER = 0x9E3779B1  # 2**32 over the golden ratio: spreads consecutive numbers (Knuth)
@@ -95,7 +96,7 @@ class Turnover:
         return positions.masked_fill(positions >= context_lens[:, None], -1)
 
 
-class ReplaySelector:
+class ReplaySelector(AroundIndexer):
     """A `TokenSelector` that pays for the exact selection and hands out a replayed one.
 
     Prefill passes and layers of padding keep their exact selection. Scores are fixed noise: real
@@ -115,23 +116,14 @@ class ReplaySelector:
     def __init__(
         self, exact: Indexer, num_layers: int, source: SelectionSource, device: torch.device
     ) -> None:
-        self.topk = exact.topk
+        super().__init__(exact)
         self.offset = torch.zeros(1, dtype=torch.int32, device=device)
         self.steps_to_renew = source.steps_to_renew
         self.description = source.description
-        self._exact: TokenSelector = exact
         self._source = source
         self._num_layers = num_layers
         self._scores: dict[int, Tensor] = {}  # by the number of rows
         self._replayed: tuple[Tensor, Tensor] | None = None
-
-    def begin_pass(self, batch: ForwardBatch) -> None:
-        """See `Indexer`."""
-        self._exact.begin_pass(batch)
-
-    def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
-        """See `Indexer`."""
-        self._exact.append(index_layer, keys, batch)
 
     def select(
         self, index_layer: int, query: Tensor, weights: Tensor, batch: ForwardBatch

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echokv.bench.around_indexer import AroundIndexer
 from echokv.cache.batch import ForwardBatch
 from echokv.indexer.indexer import Indexer, Selection
 from echokv.kernels.reference.name_rows import positions_to_host_slots
@@ -22,7 +23,7 @@ REFRESH_STEPS = 4
 """The CLO-like selector selects exactly in one decoding step of so many."""
 
 
-class LossySelector(ABC):
+class LossySelector(AroundIndexer, ABC):
     """The part that all have in common: exact prompts, guessed decoding steps, and a count.
 
     Args:
@@ -35,19 +36,10 @@ class LossySelector(ABC):
     """
 
     def __init__(self, model: DeepseekV32, exact: Indexer) -> None:
-        self.topk = exact.topk
+        super().__init__(exact)
         self.wanted = 0
         self.found = 0
-        self._exact = exact
         self._index_layers = model.config.index_layers
-
-    def begin_pass(self, batch: ForwardBatch) -> None:
-        """See `Indexer.begin_pass`."""
-        self._exact.begin_pass(batch)
-
-    def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
-        """See `Indexer`."""
-        self._exact.append(index_layer, keys, batch)
 
     def select(
         self, index_layer: int, query: Tensor, weights: Tensor, batch: ForwardBatch
@@ -70,7 +62,7 @@ class LossySelector(ABC):
     def _guess(self, index_layer: int, exact: Selection, batch: ForwardBatch) -> Selection | None:
         """The selection of a decoding step; None where it stays exact."""
 
-    def _note(  # noqa: B027 - one selector needs nothing
+    def _note(
         self,
         index_layer: int,
         query: Tensor,
@@ -78,7 +70,7 @@ class LossySelector(ABC):
         used: Selection,
         batch: ForwardBatch,
     ) -> None:
-        """Remember what the next step's guess needs."""
+        """Remember what the next step's guess needs; by default nothing."""
 
 
 class PreviousLayerInput(LossySelector):

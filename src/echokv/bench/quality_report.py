@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from echokv.bench.markdown import table
 from echokv.bench.plots import figure, save_figure
 
 
@@ -11,30 +12,25 @@ def render_quality(result: dict[str, Any]) -> str:
     groups = result["groups"]
     header = ["variant", *(f"{group['length']}" for group in groups), "identical outputs"]
     header += ["hit rate", "exact rows found"]
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+    lines = []
     for place, row in enumerate(groups[0]["rows"]):
         rows = [group["rows"][place] for group in groups]
         cells = [row["variant"], *(f"{one['exact_match']:.3f}" for one in rows)]
         cells.append(f"{sum(r['identical'] for r in rows)}/{sum(r['total'] for r in rows)}")
-        cells += [_mean(rows, "hit_rate"), _mean(rows, "overlap")]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, _mean(rows, "hit_rate"), _mean(rows, "overlap")])
+    return table(header, lines)
 
 
 def render_tasks(result: dict[str, Any]) -> str:
     """A second table: exact match by task and group, of the resident variant and the lossy ones."""
-    tasks = result["tasks"]
-    lines = ["| length | variant | " + " | ".join(tasks) + " |"]
-    lines.append("|---|---|" + "---:|" * len(tasks))
+    tasks, lines = result["tasks"], []
     for group in result["groups"]:
         for row in group["rows"]:
             if row["kind"] != "offloaded":
                 scores = [row["exact_match_by_task"].get(task) for task in tasks]
                 cells = ["" if score is None else f"{score:.3f}" for score in scores]
-                lines.append(
-                    f"| {group['length']} | {row['variant']} | " + " | ".join(cells) + " |"
-                )
-    return "\n".join(lines)
+                lines.append([group["length"], row["variant"], *cells])
+    return table(["length", "variant", *tasks], lines, words=2)
 
 
 def plot_quality(result: dict[str, Any], path: Path) -> Path:

@@ -20,6 +20,7 @@ from echokv.bench.trace_replay import (
     kept,
     passes,
     require_capacity,
+    resident_rows,
 )
 from echokv.log import progress
 
@@ -34,7 +35,8 @@ class Step:
     released: Ints  # forgotten before it
     written: Ints  # made resident without a recall
     selected: Ints  # distinct, ascending
-    codes: Codes  # of their scores; the highest where several rows select a slot
+    resident: Ints  # those of them that become so
+    codes: Codes  # of the scores of `resident`; the highest where several rows select a slot
     fits: bool  # whether what is selected must be resident
 
 
@@ -75,16 +77,18 @@ def cache_steps(trace: Trace, capacity: int) -> list[list[Step]]:
 
 def _step(one: PassRows, number: int, layer: int, capacity: int) -> Step:
     """One pass in one layer."""
-    stays = kept(one, capacity)
-    return Step(number, one.released, stays, *_distinct(one, layer), fits(one, capacity))
+    selected, codes = one.selected[layer], one.codes[layer]
+    fit, rows = fits(one, capacity), resident_rows(one, capacity)
+    stays, highest = _distinct(selected[rows], codes[rows])
+    distinct = stays if fit else _distinct(selected, codes)[0]
+    return Step(number, one.released, kept(one, capacity), distinct, stays, highest, fit)
 
 
-def _distinct(one: PassRows, layer: int) -> tuple[Ints, Codes]:
-    """The host slots that the rows select, and the highest code of each."""
-    slots, codes = one.selected[layer].ravel(), one.codes[layer].ravel()
-    found, places = np.unique(slots, return_inverse=True)
+def _distinct(selected: Ints, codes: Codes) -> tuple[Ints, Codes]:
+    """The host slots that rows select, and the highest code of each."""
+    found, places = np.unique(selected.ravel(), return_inverse=True)
     highest = np.zeros(found.size, np.uint8)
-    np.maximum.at(highest, places, codes)
+    np.maximum.at(highest, places, codes.ravel())
     return found[found >= 0], highest[found >= 0]
 
 

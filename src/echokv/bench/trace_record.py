@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echokv.bench.around_indexer import AroundIndexer
 from echokv.bench.trace_format import Trace, score_codes
 from echokv.cache.batch import ForwardBatch
 from echokv.config import EngineConfig
@@ -36,7 +37,7 @@ def kth_ranks(topk: int) -> list[int]:
     return sorted({max(1, round(topk * 2 ** (step / 8))) for step in steps})
 
 
-class RankScores:
+class RankScores(AroundIndexer):
     """An indexer that notes, beside each selection, the scores at certain ranks.
 
     Args:
@@ -48,21 +49,16 @@ class RankScores:
     def __init__(
         self, exact: Indexer, ranks: Sequence[int], is_wanted: Callable[[ForwardBatch], bool]
     ) -> None:
-        self.topk = exact.topk
+        super().__init__(exact)
         self.latest: Tensor | None = None  # [T, G] of the selection made last
         self._is_wanted = is_wanted
-        self._exact = exact
         self._wide = exact.with_topk(ranks[-1])
         self._columns = torch.tensor(ranks) - 1
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """See `Indexer.begin_pass`."""
-        self._exact.begin_pass(batch)
-        self._wide.begin_pass(batch)
-
-    def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
         """See `Indexer`."""
-        self._exact.append(index_layer, keys, batch)
+        super().begin_pass(batch)
+        self._wide.begin_pass(batch)
 
     def select(
         self, index_layer: int, query: Tensor, weights: Tensor, batch: ForwardBatch

@@ -116,6 +116,13 @@ def kept(one: PassRows, capacity: int) -> Ints:
     return one.written[max(0, one.written.size - capacity) :]
 
 
+def resident_rows(one: PassRows, capacity: int) -> slice | NDArray[np.int64]:
+    """Those of a pass's t rows whose selection becomes resident."""
+    if fits(one, capacity):
+        return slice(None)
+    return one.last[: capacity // one.selected.shape[2]]
+
+
 def _context_rows(trace: Trace, rows: slice) -> int:
     """The sum of the contexts of a pass's sequences, as an engine without graphs bounds it."""
     contexts: dict[int, int] = {}
@@ -183,7 +190,7 @@ def _replay_pass(manager: CacheManager, one: PassRows) -> None:
             slots, most = HostSlots(selected[layer]), one.context_rows
             manager.make_resident(layer, slots, scores[layer], max_distinct=most)
         else:
-            last = one.last[: manager.capacity // selected.shape[2]]
+            last = resident_rows(one, manager.capacity)
             manager.make_resident(layer, HostSlots(selected[layer, last]), scores[layer, last])
             manager.stage(layer, HostSlots(selected[layer]), most_rows=one.context_rows)
 

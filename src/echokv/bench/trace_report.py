@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from echokv.bench.markdown import table
 from echokv.bench.plots import figure, save_figure
 from echokv.bench.trace_belady import belady
 from echokv.bench.trace_format import Trace
@@ -83,29 +84,29 @@ def turnover(trace: Trace) -> list[float | None]:
 def render_replay(figures: dict[str, Any]) -> str:
     """The block that `bench trace replay` prints."""
     policies = list(figures["pools"][0]["policies"]) if figures["pools"] else []
-    lines = [
+    what = (
         "{num_sequences} sequences, {num_decode_passes} decoding passes of {num_passes},"
-        " {live_tokens} live tokens, top-k {topk}".format_map(figures),
-        "",
-        "| pool | device slots | " + " | ".join(policies) + " |",
-        "|---|---:|" + "---:|" * len(policies),
+        " {live_tokens} live tokens, top-k {topk}".format_map(figures)
+    )
+    rates = [
+        [
+            pool["fraction"],
+            pool["device_slots"],
+            *(f"{100 * pool['policies'][name]['hit_rate']:.2f}%" for name in policies),
+        ]
+        for pool in figures["pools"]
     ]
-    for pool in figures["pools"]:
-        rates = [f"{100 * pool['policies'][name]['hit_rate']:.2f}%" for name in policies]
-        lines.append(f"| {pool['fraction']} | {pool['device_slots']} | " + " | ".join(rates) + " |")
-    lines += [
-        "",
-        "| alpha | relative error (mean, p90) | candidates / k (median, p90) | covered |",
-        "|---:|---:|---:|---:|",
-    ]
+    predicted = []
     for row in figures["thresholds"]["by_alpha"]:
         if row["covered"] is not None:
             error, candidates = row["relative_error"], row["candidates"]
-            lines.append(
-                f"| {row['alpha']:g} | {error['mean']:.4f}, {error['p90']:.4f} |"
-                f" {candidates['median']:.3f}, {candidates['p90']:.3f} | {row['covered']:.4f} |"
-            )
-    return "\n".join(lines)
+            predicted.append([
+                f"{row['alpha']:g}", f"{error['mean']:.4f}, {error['p90']:.4f}",
+                f"{candidates['median']:.3f}, {candidates['p90']:.3f}", f"{row['covered']:.4f}",
+            ])  # fmt: skip
+    header = ("alpha", "relative error (mean, p90)", "candidates / k (median, p90)", "covered")
+    tables = table(("pool", "device slots", *policies), rates), table(header, predicted, words=0)
+    return "\n\n".join([what, *tables])
 
 
 def plot_replay(figures: dict[str, Any], folder: Path) -> list[Path]:

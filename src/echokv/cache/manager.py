@@ -78,6 +78,11 @@ class CacheManager:
         return self.state.device_slots
 
     @property
+    def host_slots(self) -> int:
+        """See `KVCache`."""
+        return self.state.host_slots
+
+    @property
     def recalls(self) -> bool:
         """See `KVCache`: what is absent comes from host."""
         return True

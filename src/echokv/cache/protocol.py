@@ -35,6 +35,11 @@ class KVCache(Protocol):
         ...
 
     @property
+    def host_slots(self) -> int:
+        """N_H: every host slot is below it."""
+        ...
+
+    @property
     def recalls(self) -> bool:
         """Whether `make_resident` may have rows to copy."""
         ...

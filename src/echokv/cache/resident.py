@@ -35,6 +35,11 @@ class ResidentCache:
         return self._slots
 
     @property
+    def host_slots(self) -> int:
+        """See `KVCache`: as many as there are device slots."""
+        return self._slots
+
+    @property
     def recalls(self) -> bool:
         """See `KVCache`: nothing is ever absent."""
         return False

@@ -53,14 +53,17 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(directory: Path, max_length: int) -> None:
+def write_tokenizer(directory: Path, max_length: int, tokenizer: Tokenizer | None = None) -> None:
     """Write tokenizer.json and tokenizer_config.json, the chat template within.
 
     Args:
         directory: exists.
         max_length: tokens, what tokenizer_config.json says of the model.
+        tokenizer: another one with these special tokens; None: `build_tokenizer`'s.
     """
-    build_tokenizer().save(str(directory / "tokenizer.json"))
+    if tokenizer is None:
+        tokenizer = build_tokenizer()
+    tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

@@ -47,7 +47,7 @@ _STRETCHES = 32
 
 
 class ResidentArguments(Arguments):
-    """See recall.cu."""
+    """See entries.cuh."""
 
     _fields_ = (
         ("layer", Layer),

@@ -1,0 +1,97 @@
+"""Timing in turns: what runs in between, in which order, and how long each takes.
+
+For scripts that compare sides which read the same host memory: whoever goes second would otherwise
+find in the caches what the first has left there.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+import cache as common  # benchmarks/device/cache.py
+from echokv.kernels.cuda import recall
+from echokv.memory.pools import HostPool
+
+
+class Others:
+    """What the other layers of a model leave behind: an L2 cache and translations of theirs.
+
+    Args:
+        row_bytes: of the host rows.
+    """
+
+    def __init__(self, row_bytes: int) -> None:
+        device = torch.device("cuda")
+        self._bytes = torch.empty(2**28, dtype=torch.uint8, device=device)
+        self._host = HostPool(1, 2**32 // row_bytes // 64 * 64, row_bytes, device)
+        rows = torch.arange(0, self._host.rows.shape[1], 2**21 // row_bytes, device=device)
+        self._sources = rows.int()
+        self._targets = torch.arange(len(rows), device=device).int()
+        self._count = torch.tensor([len(rows)], dtype=torch.int32, device=device)
+        self._landed = torch.empty((len(rows), row_bytes), dtype=torch.uint8, device=device)
+
+    def __call__(self) -> None:
+        """Overwrite L2, and read from every page of 4 GiB of host memory."""
+        self._bytes.zero_()
+        recall.recall(self._sources, self._count, self._targets, self._host.rows[0], self._landed)
+
+
+def order(names: Iterable[str], round_: int) -> list[str]:
+    """Who goes when in a round: another first in each, in both directions."""
+    ordered = list(names)
+    first = round_ // 2 % len(ordered)
+    turned = ordered[first:] + ordered[:first]
+    return turned[::-1] if round_ % 2 else turned
+
+
+def clock(run: Callable[[], object], device: torch.device) -> float:
+    """Microseconds of a graph's replay, or of anything else on the current stream."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e6
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def spread(taken: list[float]) -> dict[str, float]:
+    """Median, percentiles and mean."""
+    return common.spread(taken) | {"mean": statistics.fmean(taken)}
+
+
+def in_turns(
+    runs: dict[str, Callable[[], object]],
+    prepare: Callable[[], None],
+    others: Callable[[], None],
+    repeats: int,
+    share: int,
+) -> dict[str, dict[str, float]]:
+    """Each run's graph, in microseconds divided by `share`; every round has one `prepare`."""
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            prepare()
+            for run in runs.values():
+                run()
+    torch.cuda.current_stream().wait_stream(stream)
+    for name, run in runs.items():
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            run()
+    for round_ in range(-2, repeats):
+        prepare()
+        for name in order(graphs, round_):
+            others()
+            us = clock(graphs[name].replay, torch.device("cuda"))
+            if round_ >= 0:
+                samples[name].append(us / share)
+    return {name: spread(taken) for name, taken in samples.items()}
