@@ -58,7 +58,7 @@ static void kernel(const Arguments& a) {
   const Share share = share_of(contexts, block_index(), grid_size(), lane);
   block_sync();
   if (warp >= a.scoring) {
-    fetch_list(a.listed, thread - a.scoring * WARP);
+    fetch_list(a.listed, shared_memory() + LINE, thread - a.scoring * WARP);
     return;
   }
   if (thread == 0) {
@@ -115,7 +115,7 @@ struct Arguments {
 };
 struct Shared {
   u32 bins[TILE_ROWS][SCORE_BINS];
-  u32 arrived, flushed, done;
+  u32 arrived, flushed, done, pad;
 };
 
 static void score_work(const Arguments& a, Shared* shared, const Work& work, u32 first, u32 warp,
@@ -163,9 +163,12 @@ static void kernel(const Arguments& a) {
       });
     });
   } else {
-    WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared + 1) + warp - a.scoring - 1;
-    const u32 mine = block_index() + grid_size() * (warp - a.scoring - 1);
-    fetch_waves(prefetch, notes, mine, grid_size() * a.fetching, lane, [&] {
+    const u32 number = warp - a.scoring - 1;
+    WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared + 1);
+    u8* landings = reinterpret_cast<u8*>(notes + a.fetching);
+    const Fetching fetching = begin_fetching(landings, prefetch.fetch.layer, number, lane);
+    const u32 mine = block_index() + grid_size() * number;
+    fetch_waves(prefetch, notes + number, fetching, mine, grid_size() * a.fetching, lane, [&] {
       const u32 done = lane == 0 ? load_from_block(&shared->done) : 0;
       return __shfl_sync(ALL_LANES, done, 0) == a.scoring;
     });
@@ -173,9 +176,11 @@ static void kernel(const Arguments& a) {
 }
 
 static void fetch_late(const InterArguments& a) {
-  const u32 warp = thread_index() / WARP;
-  WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared_memory()) + warp;
-  fetch_waves(a, notes, block_index() + grid_size() * warp, grid_size() * 2, thread_index() % WARP,
+  const u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
+  WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared_memory());
+  const Fetching fetching =
+      begin_fetching(reinterpret_cast<u8*>(notes + 2), a.fetch.layer, warp, lane);
+  fetch_waves(a, notes + warp, fetching, block_index() + grid_size() * warp, grid_size() * 2, lane,
               [] { return false; });
 }
 }  // namespace inter
@@ -185,17 +190,20 @@ void run_tiling(u32 blocks, u32 seed, const tiling::Arguments* a) {
   emulated::launch(blocks, WARP, 1, 16, seed, [=] { tiling::kernel(*a); });
 }
 void run_inter(u32 blocks, u32 seed, const inter::Arguments* a) {
-  const u32 shared = sizeof(inter::Shared) + a->fetching * sizeof(WaveNotes);
+  const u32 landing = landing_bytes(a->prefetch.fetch.layer.row_bytes);
+  const u32 shared = sizeof(inter::Shared) + a->fetching * (sizeof(WaveNotes) + landing);
   emulated::launch(blocks, (a->scoring + 1 + a->fetching) * WARP, 1, shared, seed,
                    [=] { inter::kernel(*a); });
 }
 void run_inter_late(u32 blocks, u32 seed, const InterArguments* a) {
-  emulated::launch(blocks, 2 * WARP, 1, 2 * sizeof(WaveNotes), seed,
-                   [=] { inter::fetch_late(*a); });
+  const u32 shared = 2 * (sizeof(WaveNotes) + landing_bytes(a->fetch.layer.row_bytes));
+  emulated::launch(blocks, 2 * WARP, 1, shared, seed, [=] { inter::fetch_late(*a); });
 }
 void run_prefetch(u32 blocks, u32 seed, u32 tick, const prefetching::Arguments* a) {
-  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1, sizeof(prefetching::Shared),
-                   seed, [=] { prefetching::kernel(*a); }, tick);
+  static_assert(sizeof(prefetching::Shared) <= LINE, "where the rows land");
+  const u32 landing = landing_bytes(a->listed.prefetch.layer.row_bytes);
+  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1,
+                   LINE + LISTED_THREADS / WARP * landing, seed, [=] { prefetching::kernel(*a); }, tick);
 }
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {
   emulated::launch(blocks, TOPK_THREADS, cluster, shared, seed, [=] { topk(*arguments); });

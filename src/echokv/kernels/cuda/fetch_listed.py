@@ -23,6 +23,8 @@ LISTS = 16
 MODULE = CudaModule("fetch_listed", threads=THREADS)
 KERNELS = ("fetch_listed",)
 
+_LINE = 128
+
 LIST_ENTRIES = 128
 """Candidates of a scoring warp; it forgets what comes after them."""
 
@@ -88,4 +90,12 @@ def listed_arguments(
 def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:
     """Fetch what is listed until all is, or k-th scores are known; a block for each that scores."""
     blocks, device = lists.entries.shape[0], lists.entries.device
-    MODULE.launch("fetch_listed", arguments, device, blocks=blocks, beside=True)
+    shared_bytes = THREADS // 32 * landing_bytes(arguments.prefetch.layer.row_bytes)
+    MODULE.launch(
+        "fetch_listed", arguments, device, blocks=blocks, shared_bytes=shared_bytes, beside=True
+    )
+
+
+def landing_bytes(row_bytes: int) -> int:
+    """Shared memory in which a row of a warp that fetches lands; see landing.cuh."""
+    return _LINE + -(-(row_bytes + _LINE - 16) // _LINE) * _LINE

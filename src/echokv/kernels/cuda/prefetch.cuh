@@ -27,6 +27,7 @@
 //   made before, a fetching warp leaves.
 #pragma once
 #include "claims.cuh"
+#include "landing.cuh"
 #include "schedule.cuh"
 
 #ifndef LIST_ENTRIES
@@ -40,11 +41,6 @@ constexpr u64 PATIENCE = 1000000;    // nanoseconds
 #define LISTED_THREADS 128
 #endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
-constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
-// Rows that a warp claims before it looks again whether it should. What is claimed must land before
-// anything else moves: few, but enough to keep PCIe busy while claims wait for memory. Measured at
-// 13 x 98,304 tokens, hit rate 0.9: 1, 2 and 4 take 110, 106 and 115 us for the whole segment.
-constexpr u32 CLAIMS_AT_ONCE = 2;
 
 // An entry of a scoring block's list.
 struct alignas(16) Listed {
@@ -90,111 +86,62 @@ struct Candidate {
   u32 row;
 };
 
-// Places among the row's candidates for the lanes that ask; at least `most` where there is none.
-DEVICE u32 ask_budget(const PrefetchArguments& a, const Contexts& contexts, u32 row, bool asks,
-                      u32 lane) {
-  u32 place = a.most;
-  for (u32 left = __ballot_sync(ALL_LANES, asks); left != 0;) {
-    const u32 leader = __ffs(left) - 1;
-    const u32 row_of_leader = __shfl_sync(ALL_LANES, row, leader);
-    const bool mine = asks && row == row_of_leader;
-    const u32 same = __ballot_sync(ALL_LANES, mine), wanted = __popc(same);
-    u32 before = 0, budget = 0;
-    if (lane == leader) {
-      budget = budget_of(a, contexts, row);
-      before = u32(atomicAdd(a.counts + row, i32(wanted)));
-      const u32 room = before < budget ? budget - before : 0;
-      if (wanted > room) atomicAdd(a.counts + row, -i32(wanted - room));
-    }
-    before = __shfl_sync(ALL_LANES, before, leader);
-    budget = __shfl_sync(ALL_LANES, budget, leader);
-    const u32 mine_at = before + __popc(same & ((1u << lane) - 1));
-    if (mine && mine_at < budget) place = mine_at;
-    left &= ~same;
-  }
-  return place;
+// A place among the row's candidates; `most`: it has no budget left. One thread.
+DEVICE u32 ask_budget(const PrefetchArguments& a, const Contexts& contexts, u32 row) {
+  const u32 before = u32(atomicAdd(a.counts + row, 1));
+  if (before < budget_of(a, contexts, row)) return before;
+  atomicAdd(a.counts + row, -1);
+  return a.most;
 }
 
-// A part of a row: what a warp asks for at once.
-struct RowPart {
-  Words words[WORDS_IN_FLIGHT];
-};
-constexpr u32 PART_BYTES = WORDS_IN_FLIGHT * WARP * 16;
-
-DEVICE RowPart load_part(const u8* from, u32 bytes, u32 lane) {
-  RowPart part;
-#pragma unroll
-  for (u32 i = 0; i < WORDS_IN_FLIGHT; i++)
-    if ((i * WARP + lane) * 16 < bytes) part.words[i] = load_row_words(from + (i * WARP + lane) * 16);
-  return part;
-}
-
-DEVICE void store_part(u8* to, const RowPart& part, u32 bytes, u32 lane) {
-#pragma unroll
-  for (u32 i = 0; i < WORDS_IN_FLIGHT; i++)
-    if ((i * WARP + lane) * 16 < bytes) store_row_words(to + (i * WARP + lane) * 16, part.words[i]);
-}
-
-// The rows of some lanes, one after the other; the next is asked for before one is written. `first`
-// is the first part of the first. A slot of -1: that row has nowhere to go.
-DEVICE void copy_rows(const Layer& layer, RowPart first, i32 host_slot, i32 slot, u32 lanes,
-                      u32 lane) {
-  const u32 row_bytes = layer.row_bytes;
-  RowPart part = first;
-  while (lanes != 0) {
-    const u32 mine = __ffs(lanes) - 1;
-    lanes &= lanes - 1;
-    const u8* from = host_row(layer, __shfl_sync(ALL_LANES, host_slot, mine));
-    const i32 where = __shfl_sync(ALL_LANES, slot, mine);
-    RowPart next = part;
-    if (lanes != 0) {
-      const i32 after = __shfl_sync(ALL_LANES, host_slot, __ffs(lanes) - 1);
-      next = load_part(host_row(layer, after), row_bytes, lane);
-    }
-    if (where >= 0) {
-      u8* to = layer.device_rows + u64(u32(where)) * row_bytes;
-      store_part(to, part, row_bytes, lane);
-      for (u32 at = PART_BYTES; at < row_bytes; at += PART_BYTES)
-        store_part(to + at, load_part(from + at, row_bytes - at, lane), row_bytes - at, lane);
-    }
-    part = next;
-  }
-}
-
-struct Fetched {
+// One warp's fetching. All but `landing` is its first lane's.
+struct Fetching {
+  Landing landing;
+  u32 name;  // a place in the ready list that nobody has got yet, or ALL_LANES
   u32 rows, evicted;
 };
 
-DEVICE void add_fetched(const PrefetchArguments& a, const Fetched& fetched, u32 lane) {
-  if (lane != 0) return;
-  add_total(a.layer.totals, RECALLED, fetched.rows);
-  add_total(a.layer.totals, EVICTED, fetched.evicted);
-  add_total(a.layer.totals, ALLOCATED, fetched.rows);
+DEVICE Fetching begin_fetching(u8* shared, const Layer& layer, u32 warp, u32 lane) {
+  return {make_landing(shared, layer.row_bytes, warp, lane), ALL_LANES, 0, 0};
 }
 
-// Fetch the lanes' rows that are still absent; `at` is where they are on the lists.
-DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 at, i32 floor,
-                    Fetched* fetched, u32 lane) {
+DEVICE void end_fetching(const Layer& layer, const Fetching& fetching, u32 lane) {
+  if (lane != 0) return;
+  add_total(layer.totals, RECALLED, fetching.rows);
+  add_total(layer.totals, EVICTED, fetching.evicted);
+  add_total(layer.totals, ALLOCATED, fetching.rows);
+}
+
+// Fetch a row, unless it isn't absent any more; `at` is where it is on the list of what was fetched.
+DEVICE void take_in(const PrefetchArguments& a, i32 host_slot, u32 at, i32 floor,
+                    Fetching* fetching, u32 lane) {
   const Layer& layer = a.layer;
-  const bool mine = wants && claim(layer, host_slot);
-  const u32 claims = __ballot_sync(ALL_LANES, mine);
-  if (claims == 0) return;
-  // The first row is on its way while its victim is looked for.
-  const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
-  const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
-  u32 first = 0;
-  if (lane == 0) first = take_names(layer, __popc(claims));
-  first = __shfl_sync(ALL_LANES, first, 0);
-  Victim victim = {0, NONE, NONE};
-  bool settled = false;
-  if (mine) {
-    victim = name_victim(layer, first + __popc(claims & ((1u << lane) - 1)));
-    settled = settle(layer, &victim, host_slot, floor, floor);
-    if (settled) a.host_slots[at] = host_slot;
+  bool mine = false;
+  if (lane == 0) {
+    // Asked for together with the claim, and kept if that is lost.
+    if (fetching->name == ALL_LANES) fetching->name = take_names(layer, 1);
+    mine = claim(layer, host_slot);
   }
-  fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
-  fetched->rows += __popc(__ballot_sync(ALL_LANES, settled));
-  copy_rows(layer, part, host_slot, victim.slot, claims, lane);
+  if (!__any_sync(ALL_LANES, mine)) return;
+  // The row is on its way while its victim is looked for.
+  send_for_row(&fetching->landing, host_row(layer, host_slot), layer.row_bytes, lane);
+  i32 slot = NONE;
+  if (lane == 0) {
+    Victim victim = name_victim(layer, fetching->name);
+    fetching->name = ALL_LANES;
+    if (settle(layer, &victim, host_slot, floor, floor)) {
+      a.host_slots[at] = host_slot;
+      fetching->rows++;
+      fetching->evicted += victim.owner >= 0;
+      slot = victim.slot;
+    }
+  }
+  slot = __shfl_sync(ALL_LANES, slot, 0);
+  const u8* row = await_row(fetching->landing);
+  if (slot < 0) return;
+  u8* to = device_row(layer, slot);
+  for (u32 at = lane * 16; at < u32(layer.row_bytes); at += WARP * 16)
+    store_row_words(to + at, load_words(row + at));
 }
 
 // List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
@@ -230,44 +177,53 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
   return u32(load_shared_value(a.kth + row)) == UNKNOWN;
 }
 
-// Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
-// until the rows' selections are known. Budgets are asked for by a few at a time too, so that
-// whoever comes first doesn't take for a long queue of its own what others could fetch at once.
+// Fetch those of the lanes' candidates that are absent, one after the other, as far as budgets go
+// and until the rows' selections are known.
 DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
-                        Fetched* fetched, u32 lane) {
+                        Fetching* fetching, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
   bool waits = candidate.valid && is_open(a, candidate.row);
   if (waits) waits = load_shared_value(to.layer.host_to_device + candidate.host_slot) < 0;
   for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
-    u32 now = 0;
-#pragma unroll
-    for (u32 i = 0; i < CLAIMS_AT_ONCE; i++) {
-      now |= left & -left;
-      left &= left - 1;
+    const u32 next = __ffs(left) - 1, row = __shfl_sync(ALL_LANES, candidate.row, next);
+    left &= left - 1;
+    u32 place = to.most;
+    bool open = false;
+    if (lane == next) {
+      open = is_open(a, row);
+      place = ask_budget(to, a.contexts, row);
+      if (place < to.most) to.scores[row * to.most + place] = candidate.score;
     }
-    const bool asks = now >> lane & 1;
-    const u32 place = ask_budget(to, a.contexts, candidate.row, asks, lane);
-    const bool granted = place < to.most;
-    const u32 at = candidate.row * to.most + place;
-    if (granted) to.scores[at] = candidate.score;
-    for (u32 refused = __ballot_sync(ALL_LANES, asks && !granted); refused != 0;) {
-      const u32 row = __shfl_sync(ALL_LANES, candidate.row, __ffs(refused) - 1);
-      left &= ~__ballot_sync(ALL_LANES, candidate.row == row);  // it has no budget left
-      refused &= refused - 1;
+    place = __shfl_sync(ALL_LANES, place, next);
+    if (place >= to.most || !__any_sync(ALL_LANES, open)) {
+      left &= ~__ballot_sync(ALL_LANES, candidate.row == row);
+      continue;
     }
-    take_in(to, granted, candidate.host_slot, at, floor, fetched, lane);
-    left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
+    take_in(to, __shfl_sync(ALL_LANES, candidate.host_slot, next), row * to.most + place, floor,
+            fetching, lane);
   }
 }
 
+// Bring the lines that taking the next names in will look at into the L2 cache: one a thread.
+DEVICE void fetch_names_ahead(const Layer& layer, u32 index) {
+  const u32 place = u32(load_shared_value(layer.cursor + TAKEN)) + index;
+  if (place >= u32(layer.cursor[LISTED])) return;
+  const i32 slot = layer.ready[place];
+  fetch_line(layer.device_to_host + slot);
+  fetch_line(layer.priority + slot);
+}
+
 // A thread of a block that fetches what the scoring block of the same number lists.
-DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
+DEVICE void fetch_list(const ListedArguments& a, u8* shared, u32 thread) {
   const u32 lane = thread % WARP, epoch = *a.epoch;
+  const PrefetchArguments& to = a.prefetch;
+  const u32 index = block_index() * LISTED_THREADS + thread;
+  if (index < to.rows * to.most) fetch_names_ahead(to.layer, index);
   // Neighbours read neighbouring entries of one list.
   const u32 readers = LISTED_THREADS / a.num_lists;
   const Listed* list = a.lists + u64(block_index() * a.num_lists + thread / readers) * LIST;
-  const i32 floor = *a.prefetch.layer.floor;
-  Fetched fetched = {0, 0};
+  const i32 floor = *to.layer.floor;
+  Fetching fetching = begin_fetching(shared, to.layer, thread / WARP, lane);
   u32 place = thread % readers;
   bool over = false;
   for (u64 since = nanoseconds();;) {
@@ -279,12 +235,12 @@ DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
     over = over || seen != found || place >= LIST;
     if (__any_sync(ALL_LANES, found)) {
       const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
-      fetch_found(a, candidate, floor, &fetched, lane);
+      fetch_found(a, candidate, floor, &fetching, lane);
       since = nanoseconds();
       continue;
     }
     if (__all_sync(ALL_LANES, over || nanoseconds() - since > PATIENCE)) break;
     pause();
   }
-  add_fetched(a.prefetch, fetched, lane);
+  end_fetching(to.layer, fetching, lane);
 }

@@ -189,10 +189,10 @@ DEVICE u32 wanted_columns(const InterArguments& a, const WaveNotes* notes, u32 f
   return found;
 }
 
-// Fetch a few of the lanes' wanted rows at a time; stops when `over` says so.
+// Fetch the lanes' wanted rows, one after the other; stops when `over` says so.
 template <typename Over>
 DEVICE void fetch_columns(const InterArguments& a, i32 request, u32 found, u32 column, i32 floor,
-                          Fetched* fetched, u32 lane, Over over) {
+                          Fetching* fetching, u32 lane, Over over) {
   const Layer& layer = a.fetch.layer;
   i32 host_slot = NONE;
   if (found != 0)
@@ -204,25 +204,26 @@ DEVICE void fetch_columns(const InterArguments& a, i32 request, u32 found, u32 c
     if (found >> i & 1)
       absent |= u32(load_shared_value(layer.host_to_device + host_slot + i) == NONE) << i;
   while (true) {
-    u32 asking = __ballot_sync(ALL_LANES, absent != 0);
+    const u32 asking = __ballot_sync(ALL_LANES, absent != 0);
     if (asking == 0 || over()) return;
-    const bool mine = absent != 0 && __popc(asking & ((1u << lane) - 1)) < CLAIMS_AT_ONCE;
-    asking = __ballot_sync(ALL_LANES, mine);
-    u32 first = 0;
-    if (lane == 0) first = atomicAdd(a.listed, u32(__popc(asking)));
-    first = __shfl_sync(ALL_LANES, first, 0);
-    if (first >= a.fetch.most) return;
-    const u32 at = first + __popc(asking & ((1u << lane) - 1));
-    const u32 which = mine ? __ffs(absent) - 1 : 0;
-    if (mine) absent &= absent - 1;
-    take_in(a.fetch, mine && at < a.fetch.most, host_slot + i32(which), at, floor, fetched, lane);
+    const u32 next = __ffs(asking) - 1;
+    i32 row = host_slot;
+    u32 at = 0;
+    if (lane == next) {
+      row += i32(__ffs(absent)) - 1;
+      absent &= absent - 1;
+      at = atomicAdd(a.listed, 1u);
+    }
+    at = __shfl_sync(ALL_LANES, at, next);
+    if (at >= a.fetch.most) return;
+    take_in(a.fetch, __shfl_sync(ALL_LANES, row, next), at, floor, fetching, lane);
   }
 }
 
 // A wave's rows that are wanted and absent, this warp's columns of them.
 template <typename Over>
 DEVICE void fetch_wave(const InterArguments& a, u32 wave, WaveNotes* notes, u32 warp, u32 warps,
-                       i32 floor, Fetched* fetched, u32 lane, Over over) {
+                       i32 floor, Fetching* fetching, u32 lane, Over over) {
   const Rows mine = wave_of(a.rows, wave);
   const u32 first_row = wave * WAVE_ROWS;
   note_wave(a, mine, first_row, notes, lane);
@@ -238,7 +239,7 @@ DEVICE void fetch_wave(const InterArguments& a, u32 wave, WaveNotes* notes, u32 
       const u32 column = start + lane * 4;
       const u32 found =
           wanted_columns(a, notes, first_row, row, rows, a.shifts[request], column);
-      fetch_columns(a, request, found, column, floor, fetched, lane, over);
+      fetch_columns(a, request, found, column, floor, fetching, lane, over);
     }
     row += rows;
   }
@@ -246,10 +247,9 @@ DEVICE void fetch_wave(const InterArguments& a, u32 wave, WaveNotes* notes, u32 
 
 // A fetching warp: wave after wave, as they become ready.
 template <typename Over>
-DEVICE void fetch_waves(const InterArguments& a, WaveNotes* notes, u32 warp, u32 warps, u32 lane,
-                        Over over) {
+DEVICE void fetch_waves(const InterArguments& a, WaveNotes* notes, Fetching fetching, u32 warp,
+                        u32 warps, u32 lane, Over over) {
   const i32 floor = *a.fetch.layer.floor;
-  Fetched fetched = {0, 0};
   const u32 waves = waves_of(a.rows);
   for (u32 wave = 0; wave < waves && !over(); wave++) {
     const u32 segments = live_segments(wave_of(a.rows, wave), lane);
@@ -257,11 +257,11 @@ DEVICE void fetch_waves(const InterArguments& a, WaveNotes* notes, u32 warp, u32
       const i32 ready = lane == 0 ? load_shared_value(reinterpret_cast<i32*>(a.ready + wave)) : 0;
       if (u32(__shfl_sync(ALL_LANES, ready, 0)) == segments) {
         device_fence();
-        fetch_wave(a, wave, notes, warp, warps, floor, &fetched, lane, over);
+        fetch_wave(a, wave, notes, warp, warps, floor, &fetching, lane, over);
         break;
       }
       pause();
     }
   }
-  add_fetched(a.fetch, fetched, lane);
+  end_fetching(a.fetch.layer, fetching, lane);
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
-from echokv.kernels.cuda.fetch_listed import PrefetchArguments
+from echokv.kernels.cuda.fetch_listed import PrefetchArguments, landing_bytes
 from echokv.kernels.cuda.index_scores import HEAD_DIM, HEADS, quantise_query, takes
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.cuda.layer import layer_of, moves_16_bytes
@@ -24,7 +24,7 @@ from echokv.memory.slots import NO_SLOT
 
 WAVE_ROWS, FETCHING_WARPS = 64, 2
 SHARED_BYTES = 220_416
-"""Shared in prefill_scores.cu."""
+"""Shared in prefill_scores.cu, without the rows that land there."""
 
 _NOTES_BYTES = 8 * WAVE_ROWS
 _LATE_WARPS, _LATE_BLOCKS = 16, 32
@@ -131,7 +131,8 @@ def prefill_scores_prefetch(
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         MODULE.launch(
             f"prefill_prefetching_{heads}", PrefetchingArguments(scores, found.arguments), device,
-            blocks=sms, shared_bytes=SHARED_BYTES, early=True,
+            blocks=sms, early=True,
+            shared_bytes=SHARED_BYTES + FETCHING_WARPS * landing_bytes(layer.host_rows.shape[1]),
         )  # fmt: skip
     return out, found
 
@@ -180,7 +181,8 @@ def fetch_late(prefetch: InterPrefetch) -> None:
         prefetch: what `prefill_scores_prefetch` returned.
     """
     if prefetch.bounds.shape[0]:
+        landing = landing_bytes(prefetch.arguments.fetch.layer.row_bytes)
         MODULE.launch(
             "prefill_fetch_late", prefetch.arguments, prefetch.bounds.device, blocks=_LATE_BLOCKS,
-            shared_bytes=_LATE_WARPS * _NOTES_BYTES,
+            shared_bytes=_LATE_WARPS * (_NOTES_BYTES + landing),
         )  # fmt: skip

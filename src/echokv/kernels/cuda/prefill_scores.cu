@@ -46,7 +46,7 @@ struct Shared {
   float shifts[QUERY_STAGES];
   u32 done;  // scoring warps that have no more to do
   u32 pad;
-};
+};  // and the fetching warps' landings
 
 // What prefill_scores.py asks for.
 constexpr u32 FOR_PREFETCH = sizeof(Barrier) * QUERY_STAGES +
@@ -297,10 +297,15 @@ DEVICE void prefill_scores(const PrefillArguments& a, const InterArguments* pref
     fill_rest(a, mine, grid_size() * FILLING, lane);
     if (PREFETCH) {
       wait_for_previous_kernel();
-      fetch_waves(*prefetch, &shared->waves[warp - FIRST], mine, grid_size() * FILLING, lane, [=] {
+      u8* landings = reinterpret_cast<u8*>(shared + 1);
+      const Fetching fetching =
+          begin_fetching(landings, prefetch->fetch.layer, warp - FIRST, lane);
+      const auto over = [=] {
         const u32 done = lane == 0 ? load_from_block(&shared->done) : 0;
         return __shfl_sync(ALL_LANES, done, 0) == SCORING_WARPS;
-      });
+      };
+      fetch_waves(*prefetch, &shared->waves[warp - FIRST], fetching, mine, grid_size() * FILLING,
+                  lane, over);
     }
   }
 }
@@ -320,8 +325,10 @@ KERNEL(THREADS, 1) void prefill_prefetching_32(ARGUMENTS PrefetchingArguments a)
 
 // What the waves want and is still absent, once all are scored.
 KERNEL(THREADS, 1) void prefill_fetch_late(ARGUMENTS InterArguments a) {
-  const u32 thread = thread_index(), warp = thread / WARP;
-  WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared_memory()) + warp;
-  fetch_waves(a, notes, warp * grid_size() + block_index(), THREADS / WARP * grid_size(),
-              thread % WARP, [] { return false; });
+  constexpr u32 WARPS = THREADS / WARP;
+  const u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
+  WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared_memory());
+  u8* landings = reinterpret_cast<u8*>(notes + WARPS);
+  fetch_waves(a, notes + warp, begin_fetching(landings, a.fetch.layer, warp, lane),
+              warp * grid_size() + block_index(), WARPS * grid_size(), lane, [] { return false; });
 }
