@@ -54,7 +54,10 @@ static void kernel(const Arguments& a) {
   const PrefetchArguments& prefetch = a.listed.prefetch;
   const Contexts& contexts = a.listed.contexts;
   if (thread < MOST_SCORING) shared->listed[thread] = 0;
-  if (thread == 0) shared->scored = 0;
+  if (thread == 0) {
+    shared->scored = 0;
+    make_fetching(shared_memory() + LINE);
+  }
   const Share share = share_of(contexts, block_index(), grid_size(), lane);
   block_sync();
   if (warp >= a.scoring) {
@@ -146,6 +149,9 @@ static void kernel(const Arguments& a) {
   const InterArguments& prefetch = a.prefetch;
   for (u32 at = thread; at < sizeof(Shared) / 4; at += (a.scoring + 1 + a.fetching) * WARP)
     reinterpret_cast<u32*>(shared)[at] = 0;
+  WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared + 1);
+  u8* fetchers = reinterpret_cast<u8*>(notes + a.fetching);
+  if (thread == 0) make_fetching(fetchers);
   block_sync();
   if (warp < a.scoring) {
     for_works<true>(prefetch.rows, block_index(), grid_size(), lane, [&](const Work& work, u32 first) {
@@ -164,9 +170,7 @@ static void kernel(const Arguments& a) {
     });
   } else {
     const u32 number = warp - a.scoring - 1;
-    WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared + 1);
-    u8* landings = reinterpret_cast<u8*>(notes + a.fetching);
-    const Fetching fetching = begin_fetching(landings, prefetch.fetch.layer, number, lane);
+    const Fetching fetching = begin_fetching(fetchers, prefetch.fetch.layer, number, lane);
     const u32 mine = block_index() + grid_size() * number;
     fetch_waves(prefetch, notes + number, fetching, mine, grid_size() * a.fetching, lane, [&] {
       const u32 done = lane == 0 ? load_from_block(&shared->done) : 0;
@@ -178,8 +182,10 @@ static void kernel(const Arguments& a) {
 static void fetch_late(const InterArguments& a) {
   const u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
   WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared_memory());
-  const Fetching fetching =
-      begin_fetching(reinterpret_cast<u8*>(notes + 2), a.fetch.layer, warp, lane);
+  u8* fetchers = reinterpret_cast<u8*>(notes + 2);
+  if (thread_index() == 0) make_fetching(fetchers);
+  block_sync();
+  const Fetching fetching = begin_fetching(fetchers, a.fetch.layer, warp, lane);
   fetch_waves(a, notes + warp, fetching, block_index() + grid_size() * warp, grid_size() * 2, lane,
               [] { return false; });
 }
@@ -190,20 +196,20 @@ void run_tiling(u32 blocks, u32 seed, const tiling::Arguments* a) {
   emulated::launch(blocks, WARP, 1, 16, seed, [=] { tiling::kernel(*a); });
 }
 void run_inter(u32 blocks, u32 seed, const inter::Arguments* a) {
-  const u32 landing = landing_bytes(a->prefetch.fetch.layer.row_bytes);
-  const u32 shared = sizeof(inter::Shared) + a->fetching * (sizeof(WaveNotes) + landing);
+  const u32 shared = sizeof(inter::Shared) + a->fetching * sizeof(WaveNotes) +
+                     fetching_bytes(a->fetching, a->prefetch.fetch.layer.row_bytes);
   emulated::launch(blocks, (a->scoring + 1 + a->fetching) * WARP, 1, shared, seed,
                    [=] { inter::kernel(*a); });
 }
 void run_inter_late(u32 blocks, u32 seed, const InterArguments* a) {
-  const u32 shared = 2 * (sizeof(WaveNotes) + landing_bytes(a->fetch.layer.row_bytes));
+  const u32 shared = 2 * sizeof(WaveNotes) + fetching_bytes(2, a->fetch.layer.row_bytes);
   emulated::launch(blocks, 2 * WARP, 1, shared, seed, [=] { inter::fetch_late(*a); });
 }
 void run_prefetch(u32 blocks, u32 seed, u32 tick, const prefetching::Arguments* a) {
-  static_assert(sizeof(prefetching::Shared) <= LINE, "where the rows land");
-  const u32 landing = landing_bytes(a->listed.prefetch.layer.row_bytes);
-  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1,
-                   LINE + LISTED_THREADS / WARP * landing, seed, [=] { prefetching::kernel(*a); }, tick);
+  static_assert(sizeof(prefetching::Shared) <= LINE, "what fetching warps want comes next");
+  const u32 fetching =
+      fetching_bytes(LISTED_THREADS / WARP, a->listed.prefetch.layer.row_bytes);
+  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1, LINE + fetching, seed, [=] { prefetching::kernel(*a); }, tick);
 }
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {
   emulated::launch(blocks, TOPK_THREADS, cluster, shared, seed, [=] { topk(*arguments); });

@@ -7,5 +7,7 @@ constexpr u32 REGISTERS = 72;  // what `index_scores` leaves each of four warps 
 
 KERNEL(LISTED_THREADS, 65536 / (REGISTERS * LISTED_THREADS))
 void fetch_listed(ARGUMENTS ListedArguments a) {
+  if (thread_index() == 0) make_fetching(shared_memory());
+  block_sync();
   fetch_list(a, shared_memory(), thread_index());
 }

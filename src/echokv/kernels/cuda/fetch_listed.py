@@ -90,12 +90,13 @@ def listed_arguments(
 def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:
     """Fetch what is listed until all is, or k-th scores are known; a block for each that scores."""
     blocks, device = lists.entries.shape[0], lists.entries.device
-    shared_bytes = THREADS // 32 * landing_bytes(arguments.prefetch.layer.row_bytes)
+    shared_bytes = fetching_bytes(THREADS // 32, arguments.prefetch.layer.row_bytes)
     MODULE.launch(
         "fetch_listed", arguments, device, blocks=blocks, shared_bytes=shared_bytes, beside=True
     )
 
 
-def landing_bytes(row_bytes: int) -> int:
-    """Shared memory in which a row of a warp that fetches lands; see landing.cuh."""
-    return _LINE + -(-(row_bytes + _LINE - 16) // _LINE) * _LINE
+def fetching_bytes(warps: int, row_bytes: int) -> int:
+    """Shared memory of so many warps that fetch; see prefetch.cuh and landing.cuh."""
+    landing = _LINE + -(-(row_bytes + _LINE - 16) // _LINE) * _LINE
+    return _LINE + warps * landing

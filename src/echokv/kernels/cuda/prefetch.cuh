@@ -41,6 +41,10 @@ constexpr u64 PATIENCE = 1000000;    // nanoseconds
 #define LISTED_THREADS 128
 #endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
+#ifndef FLYING
+#define FLYING 1
+#endif
+constexpr u32 MOST_FLYING = FLYING;
 
 // An entry of a scoring block's list.
 struct alignas(16) Listed {
@@ -94,15 +98,25 @@ DEVICE u32 ask_budget(const PrefetchArguments& a, const Contexts& contexts, u32 
   return a.most;
 }
 
-// One warp's fetching. All but `landing` is its first lane's.
+// One warp's fetching. All but `flying` and `landing` is its first lane's.
 struct Fetching {
+  u32* flying;  // rows of the block that are on their way
   Landing landing;
   u32 name;  // a place in the ready list that nobody has got yet, or ALL_LANES
   u32 rows, evicted;
 };
 
+// Bytes of shared memory that so many fetching warps want, from a multiple of LINE on.
+DEVICE constexpr u32 fetching_bytes(u32 warps, u32 row_bytes) {
+  return LINE + warps * landing_bytes(row_bytes);
+}
+
+// Before the first of them begins.
+DEVICE void make_fetching(u8* shared) { *reinterpret_cast<u32*>(shared) = 0; }
+
 DEVICE Fetching begin_fetching(u8* shared, const Layer& layer, u32 warp, u32 lane) {
-  return {make_landing(shared, layer.row_bytes, warp, lane), ALL_LANES, 0, 0};
+  u32* flying = reinterpret_cast<u32*>(shared);
+  return {flying, make_landing(shared + LINE, layer.row_bytes, warp, lane), ALL_LANES, 0, 0};
 }
 
 DEVICE void end_fetching(const Layer& layer, const Fetching& fetching, u32 lane) {
@@ -112,22 +126,42 @@ DEVICE void end_fetching(const Layer& layer, const Fetching& fetching, u32 lane)
   add_total(layer.totals, ALLOCATED, fetching.rows);
 }
 
-// Fetch a row, unless it isn't absent any more; `at` is where it is on the list of what was fetched.
+// Wait until few enough rows of the block are on their way; false: it was `over` before.
+template <typename Over>
+DEVICE bool take_off(const Fetching& fetching, u32 lane, Over over) {
+  while (true) {
+    bool may = false;
+    if (lane == 0) {
+      may = atomicAdd(fetching.flying, 1u) < MOST_FLYING;
+      if (!may) atomicAdd(fetching.flying, ALL_LANES);
+    }
+    if (__any_sync(ALL_LANES, may)) return true;
+    if (__any_sync(ALL_LANES, over())) return false;
+  }
+}
+
+// Fetch a row, unless it isn't absent any more or it is `over` before the row is sent for; `at` is
+// where it is on the list of what was fetched.
+template <typename Over>
 DEVICE void take_in(const PrefetchArguments& a, i32 host_slot, u32 at, i32 floor,
-                    Fetching* fetching, u32 lane) {
+                    Fetching* fetching, u32 lane, Over over) {
   const Layer& layer = a.layer;
   bool mine = false;
+  Victim victim = {0, NONE, NONE};
   if (lane == 0) {
     // Asked for together with the claim, and kept if that is lost.
     if (fetching->name == ALL_LANES) fetching->name = take_names(layer, 1);
     mine = claim(layer, host_slot);
+    if (mine) victim = name_victim(layer, fetching->name);
   }
   if (!__any_sync(ALL_LANES, mine)) return;
-  // The row is on its way while its victim is looked for.
+  if (!take_off(*fetching, lane, over)) {
+    if (lane == 0) store_shared_value(layer.host_to_device + host_slot, NONE);
+    return;
+  }
   send_for_row(&fetching->landing, host_row(layer, host_slot), layer.row_bytes, lane);
   i32 slot = NONE;
   if (lane == 0) {
-    Victim victim = name_victim(layer, fetching->name);
     fetching->name = ALL_LANES;
     if (settle(layer, &victim, host_slot, floor, floor)) {
       a.host_slots[at] = host_slot;
@@ -138,10 +172,11 @@ DEVICE void take_in(const PrefetchArguments& a, i32 host_slot, u32 at, i32 floor
   }
   slot = __shfl_sync(ALL_LANES, slot, 0);
   const u8* row = await_row(fetching->landing);
+  if (lane == 0) atomicAdd(fetching->flying, ALL_LANES);
   if (slot < 0) return;
   u8* to = device_row(layer, slot);
-  for (u32 at = lane * 16; at < u32(layer.row_bytes); at += WARP * 16)
-    store_row_words(to + at, load_words(row + at));
+  for (u32 byte = lane * 16; byte < u32(layer.row_bytes); byte += WARP * 16)
+    store_row_words(to + byte, load_words(row + byte));
 }
 
 // List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
@@ -200,7 +235,7 @@ DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i3
       continue;
     }
     take_in(to, __shfl_sync(ALL_LANES, candidate.host_slot, next), row * to.most + place, floor,
-            fetching, lane);
+            fetching, lane, [&] { return !is_open(a, row); });
   }
 }
 

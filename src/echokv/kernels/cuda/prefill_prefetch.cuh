@@ -216,7 +216,8 @@ DEVICE void fetch_columns(const InterArguments& a, i32 request, u32 found, u32 c
     }
     at = __shfl_sync(ALL_LANES, at, next);
     if (at >= a.fetch.most) return;
-    take_in(a.fetch, __shfl_sync(ALL_LANES, row, next), at, floor, fetching, lane);
+    take_in(a.fetch, __shfl_sync(ALL_LANES, row, next), at, floor, fetching, lane,
+            over);
   }
 }
 

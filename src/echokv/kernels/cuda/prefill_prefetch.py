@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
-from echokv.kernels.cuda.fetch_listed import PrefetchArguments, landing_bytes
+from echokv.kernels.cuda.fetch_listed import PrefetchArguments, fetching_bytes
 from echokv.kernels.cuda.index_scores import HEAD_DIM, HEADS, quantise_query, takes
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.cuda.layer import layer_of, moves_16_bytes
@@ -132,7 +132,7 @@ def prefill_scores_prefetch(
         MODULE.launch(
             f"prefill_prefetching_{heads}", PrefetchingArguments(scores, found.arguments), device,
             blocks=sms, early=True,
-            shared_bytes=SHARED_BYTES + FETCHING_WARPS * landing_bytes(layer.host_rows.shape[1]),
+            shared_bytes=SHARED_BYTES + fetching_bytes(FETCHING_WARPS, layer.host_rows.shape[1]),
         )  # fmt: skip
     return out, found
 
@@ -181,8 +181,8 @@ def fetch_late(prefetch: InterPrefetch) -> None:
         prefetch: what `prefill_scores_prefetch` returned.
     """
     if prefetch.bounds.shape[0]:
-        landing = landing_bytes(prefetch.arguments.fetch.layer.row_bytes)
+        landing = fetching_bytes(_LATE_WARPS, prefetch.arguments.fetch.layer.row_bytes)
         MODULE.launch(
             "prefill_fetch_late", prefetch.arguments, prefetch.bounds.device, blocks=_LATE_BLOCKS,
-            shared_bytes=_LATE_WARPS * (_NOTES_BYTES + landing),
+            shared_bytes=_LATE_WARPS * _NOTES_BYTES + landing,
         )  # fmt: skip

@@ -46,7 +46,7 @@ struct Shared {
   float shifts[QUERY_STAGES];
   u32 done;  // scoring warps that have no more to do
   u32 pad;
-};  // and the fetching warps' landings
+};  // and what fetching warps want
 
 // What prefill_scores.py asks for.
 constexpr u32 FOR_PREFETCH = sizeof(Barrier) * QUERY_STAGES +
@@ -268,7 +268,10 @@ DEVICE void begin_block(Shared* shared, u32 thread) {
   }
   barrier_init_done();
   if (PREFETCH) {
-    if (thread == 0) shared->done = 0;
+    if (thread == 0) {
+      shared->done = 0;
+      make_fetching(reinterpret_cast<u8*>(shared + 1));
+    }
     u32* bins = &shared->bins[0][0][0];
     for (u32 at = thread; at < QUERY_STAGES * TILE_ROWS * SCORE_BINS; at += THREADS) bins[at] = 0;
   }
@@ -297,9 +300,8 @@ DEVICE void prefill_scores(const PrefillArguments& a, const InterArguments* pref
     fill_rest(a, mine, grid_size() * FILLING, lane);
     if (PREFETCH) {
       wait_for_previous_kernel();
-      u8* landings = reinterpret_cast<u8*>(shared + 1);
-      const Fetching fetching =
-          begin_fetching(landings, prefetch->fetch.layer, warp - FIRST, lane);
+      const Fetching fetching = begin_fetching(reinterpret_cast<u8*>(shared + 1),
+                                               prefetch->fetch.layer, warp - FIRST, lane);
       const auto over = [=] {
         const u32 done = lane == 0 ? load_from_block(&shared->done) : 0;
         return __shfl_sync(ALL_LANES, done, 0) == SCORING_WARPS;
@@ -328,7 +330,9 @@ KERNEL(THREADS, 1) void prefill_fetch_late(ARGUMENTS InterArguments a) {
   constexpr u32 WARPS = THREADS / WARP;
   const u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
   WaveNotes* notes = reinterpret_cast<WaveNotes*>(shared_memory());
-  u8* landings = reinterpret_cast<u8*>(notes + WARPS);
-  fetch_waves(a, notes + warp, begin_fetching(landings, a.fetch.layer, warp, lane),
+  u8* shared = reinterpret_cast<u8*>(notes + WARPS);
+  if (thread_index() == 0) make_fetching(shared);
+  block_sync();
+  fetch_waves(a, notes + warp, begin_fetching(shared, a.fetch.layer, warp, lane),
               warp * grid_size() + block_index(), WARPS * grid_size(), lane, [] { return false; });
 }
