@@ -170,7 +170,7 @@ static void kernel(const Arguments& a) {
     });
   } else {
     const u32 number = warp - a.scoring - 1;
-    const Fetching fetching = begin_fetching(fetchers, prefetch.fetch.layer, number, lane);
+    const Fetching fetching = begin_fetching(fetchers, prefetch.fetch.layer, a.fetching, number, lane);
     const u32 mine = block_index() + grid_size() * number;
     fetch_waves(prefetch, notes + number, fetching, mine, grid_size() * a.fetching, lane, [&] {
       const u32 done = lane == 0 ? load_from_block(&shared->done) : 0;
@@ -185,7 +185,7 @@ static void fetch_late(const InterArguments& a) {
   u8* fetchers = reinterpret_cast<u8*>(notes + 2);
   if (thread_index() == 0) make_fetching(fetchers);
   block_sync();
-  const Fetching fetching = begin_fetching(fetchers, a.fetch.layer, warp, lane);
+  const Fetching fetching = begin_fetching(fetchers, a.fetch.layer, 1, warp, lane);
   fetch_waves(a, notes + warp, fetching, block_index() + grid_size() * warp, grid_size() * 2, lane,
               [] { return false; });
 }

@@ -30,8 +30,6 @@ class PrefetchCase:
         rng: for predictions.
     """
 
-    fetching_warps = 132 * 4  # at most, that may have asked for a name each
-
     def __init__(
         self,
         under_test: LayerUnderTest,
@@ -119,17 +117,15 @@ class PrefetchCase:
         owners, levels = tensors.device_to_host.tolist(), tensors.priority.tolist()
         held = {slot: (owner, levels[slot]) for slot, owner in enumerate(owners) if owner >= 0}
         tensors.assert_is(LayerModel(before.device_slots, before.host_slots, held))
-        names = ready[: int(layer.cursor[0])]
-        free_to_go = {slot for slot in names if before.held.get(slot, (0, -1))[1] < floor}
-        taken = {slot for slot, (owner, _) in held.items() if owner in fetched}
+        taken = ready[: int(layer.cursor[0])]
+        free_to_go = [slot for slot in taken if before.held.get(slot, (0, -1))[1] < floor]
         assert {owner for owner, _ in held.values()} >= fetched
-        assert taken <= free_to_go and len(taken) == len(fetched)
-        # A warp that has lost its last claim keeps the name that it had asked for.
-        assert len(free_to_go) <= len(taken) + self.fetching_warps, "a slot has leaked"
-        untouched = {slot: v for slot, v in before.held.items() if slot not in taken}
+        assert {slot for slot, (owner, _) in held.items() if owner in fetched} == set(free_to_go)
+        assert len(free_to_go) == len(fetched), "a slot has leaked"
+        untouched = {slot: v for slot, v in before.held.items() if slot not in free_to_go}
         now = {slot: (owner, floor) for slot, (owner, _) in held.items() if owner in fetched}
         assert held == untouched | now
-        left = [slot for slot in taken if slot in before.held]
+        left = [slot for slot in free_to_go if slot in before.held]
         assert layer.totals.tolist() == [0, len(fetched), len(left), 0, len(fetched)]
         resident = sorted(held)
         rows = torch.tensor([held[slot][0] for slot in resident], dtype=torch.long)

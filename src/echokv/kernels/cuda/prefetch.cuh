@@ -42,9 +42,14 @@ constexpr u64 PATIENCE = 1000000;    // nanoseconds
 #endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
 #ifndef FLYING
-#define FLYING 1
+#define FLYING 2
 #endif
-constexpr u32 MOST_FLYING = FLYING;
+constexpr i32 MOST_FLYING = FLYING;
+#ifndef CLAIMS
+#define CLAIMS 4
+#endif
+constexpr u32 CLAIMS_AT_ONCE = CLAIMS;
+constexpr u32 TRIES = 16;
 
 // An entry of a scoring block's list.
 struct alignas(16) Listed {
@@ -98,12 +103,12 @@ DEVICE u32 ask_budget(const PrefetchArguments& a, const Contexts& contexts, u32 
   return a.most;
 }
 
-// One warp's fetching. All but `flying` and `landing` is its first lane's.
+// One warp's fetching.
 struct Fetching {
-  u32* flying;  // rows of the block that are on their way
+  i32* flying;  // rows of the block that are on their way,
+  i32 most;     // and how many may be
   Landing landing;
-  u32 name;  // a place in the ready list that nobody has got yet, or ALL_LANES
-  u32 rows, evicted;
+  u32 rows, evicted;  // of the first lane
 };
 
 // Bytes of shared memory that so many fetching warps want, from a multiple of LINE on.
@@ -112,11 +117,11 @@ DEVICE constexpr u32 fetching_bytes(u32 warps, u32 row_bytes) {
 }
 
 // Before the first of them begins.
-DEVICE void make_fetching(u8* shared) { *reinterpret_cast<u32*>(shared) = 0; }
+DEVICE void make_fetching(u8* shared) { *reinterpret_cast<i32*>(shared) = 0; }
 
-DEVICE Fetching begin_fetching(u8* shared, const Layer& layer, u32 warp, u32 lane) {
-  u32* flying = reinterpret_cast<u32*>(shared);
-  return {flying, make_landing(shared + LINE, layer.row_bytes, warp, lane), ALL_LANES, 0, 0};
+DEVICE Fetching begin_fetching(u8* shared, const Layer& layer, i32 most, u32 warp, u32 lane) {
+  i32* flying = reinterpret_cast<i32*>(shared);
+  return {flying, most, make_landing(shared + LINE, layer.row_bytes, warp, lane), 0, 0};
 }
 
 DEVICE void end_fetching(const Layer& layer, const Fetching& fetching, u32 lane) {
@@ -126,57 +131,67 @@ DEVICE void end_fetching(const Layer& layer, const Fetching& fetching, u32 lane)
   add_total(layer.totals, ALLOCATED, fetching.rows);
 }
 
-// Wait until few enough rows of the block are on their way; false: it was `over` before.
-template <typename Over>
-DEVICE bool take_off(const Fetching& fetching, u32 lane, Over over) {
-  while (true) {
-    bool may = false;
-    if (lane == 0) {
-      may = atomicAdd(fetching.flying, 1u) < MOST_FLYING;
-      if (!may) atomicAdd(fetching.flying, ALL_LANES);
+// Wait until few enough rows of the block are on their way. `over`: what is late, by lane, as of
+// when it was last asked; false: lane `next` is.
+template <typename Late>
+DEVICE bool take_off(const Fetching& fetching, u32 next, u32* over, u32 lane, Late late) {
+  while ((*over >> next & 1) == 0) {
+    for (u32 i = 0; i < TRIES; i++) {
+      bool may = false;
+      if (lane == 0) {
+        const i32 now = i32(load_from_block(reinterpret_cast<u32*>(fetching.flying)));
+        may = now < fetching.most && atomicCAS(fetching.flying, now, now + 1) == now;
+      }
+      if (__any_sync(ALL_LANES, may)) return true;
     }
-    if (__any_sync(ALL_LANES, may)) return true;
-    if (__any_sync(ALL_LANES, over())) return false;
+    *over = __ballot_sync(ALL_LANES, late());
   }
+  return false;
 }
 
-// Fetch a row, unless it isn't absent any more or it is `over` before the row is sent for; `at` is
-// where it is on the list of what was fetched.
-template <typename Over>
-DEVICE void take_in(const PrefetchArguments& a, i32 host_slot, u32 at, i32 floor,
-                    Fetching* fetching, u32 lane, Over over) {
-  const Layer& layer = a.layer;
-  bool mine = false;
-  Victim victim = {0, NONE, NONE};
-  if (lane == 0) {
-    // Asked for together with the claim, and kept if that is lost.
-    if (fetching->name == ALL_LANES) fetching->name = take_names(layer, 1);
-    mine = claim(layer, host_slot);
-    if (mine) victim = name_victim(layer, fetching->name);
-  }
-  if (!__any_sync(ALL_LANES, mine)) return;
-  if (!take_off(*fetching, lane, over)) {
-    if (lane == 0) store_shared_value(layer.host_to_device + host_slot, NONE);
-    return;
-  }
-  send_for_row(&fetching->landing, host_row(layer, host_slot), layer.row_bytes, lane);
+// Give a row that is on its way a device slot. The first lane's work; the slot, or -1, is all's.
+DEVICE i32 settle_prefetched(const PrefetchArguments& a, i32 host_slot, u32 at, i32 floor,
+                             Fetching* fetching, u32 lane) {
   i32 slot = NONE;
   if (lane == 0) {
-    fetching->name = ALL_LANES;
-    if (settle(layer, &victim, host_slot, floor, floor)) {
+    Victim victim = name_victim(a.layer, take_names(a.layer, 1));
+    if (settle(a.layer, &victim, host_slot, floor, floor)) {
       a.host_slots[at] = host_slot;
       fetching->rows++;
       fetching->evicted += victim.owner >= 0;
       slot = victim.slot;
     }
   }
-  slot = __shfl_sync(ALL_LANES, slot, 0);
-  const u8* row = await_row(fetching->landing);
-  if (lane == 0) atomicAdd(fetching->flying, ALL_LANES);
-  if (slot < 0) return;
-  u8* to = device_row(layer, slot);
-  for (u32 byte = lane * 16; byte < u32(layer.row_bytes); byte += WARP * 16)
-    store_row_words(to + byte, load_words(row + byte));
+  return __shfl_sync(ALL_LANES, slot, 0);
+}
+
+// Fetch the rows that lanes have claimed, one after the other, each to be noted at `at`. What is
+// `late` before it is sent for is given up.
+template <typename Late>
+DEVICE void fetch_claimed(const PrefetchArguments& a, bool mine, i32 host_slot, u32 at, i32 floor,
+                          Fetching* fetching, u32 lane, Late late) {
+  const Layer& layer = a.layer;
+  u32 over = 0;
+  for (u32 left = __ballot_sync(ALL_LANES, mine); left != 0; left &= left - 1) {
+    const u32 next = __ffs(left) - 1;
+    const i32 row = __shfl_sync(ALL_LANES, host_slot, next);
+    if (!take_off(*fetching, next, &over, lane, late)) {
+      if (lane == next) store_shared_value(layer.host_to_device + host_slot, NONE);
+      continue;
+    }
+    send_for_row(&fetching->landing, host_row(layer, row), layer.row_bytes, lane);
+    // Meanwhile, where it goes, and whether the others are still wanted.
+    const bool is_late = late();
+    const i32 slot = settle_prefetched(a, row, __shfl_sync(ALL_LANES, at, next), floor, fetching,
+                                       lane);
+    over = __ballot_sync(ALL_LANES, is_late);
+    const u8* from = await_row(fetching->landing);
+    if (lane == 0) atomicAdd(fetching->flying, -1);
+    if (slot < 0) continue;
+    u8* to = device_row(layer, slot);
+    for (u32 byte = lane * 16; byte < u32(layer.row_bytes); byte += WARP * 16)
+      store_row_words(to + byte, load_words(from + byte));
+  }
 }
 
 // List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
@@ -212,30 +227,31 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
   return u32(load_shared_value(a.kth + row)) == UNKNOWN;
 }
 
-// Fetch those of the lanes' candidates that are absent, one after the other, as far as budgets go
-// and until the rows' selections are known.
+// Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
+// until the rows' selections are known. Budgets are asked for by a few at a time too, so that
+// whoever comes first doesn't take for a long queue of its own what others could fetch at once.
 DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
                         Fetching* fetching, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
+  const auto late = [&] { return candidate.valid && !is_open(a, candidate.row); };
   bool waits = candidate.valid && is_open(a, candidate.row);
   if (waits) waits = load_shared_value(to.layer.host_to_device + candidate.host_slot) < 0;
   for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
-    const u32 next = __ffs(left) - 1, row = __shfl_sync(ALL_LANES, candidate.row, next);
-    left &= left - 1;
+    const bool asks = (left >> lane & 1) && __popc(left & ((1u << lane) - 1)) < CLAIMS_AT_ONCE;
+    const bool open = asks && is_open(a, candidate.row);
     u32 place = to.most;
-    bool open = false;
-    if (lane == next) {
-      open = is_open(a, row);
-      place = ask_budget(to, a.contexts, row);
-      if (place < to.most) to.scores[row * to.most + place] = candidate.score;
-    }
-    place = __shfl_sync(ALL_LANES, place, next);
-    if (place >= to.most || !__any_sync(ALL_LANES, open)) {
+    if (asks) place = ask_budget(to, a.contexts, candidate.row);
+    const u32 at = candidate.row * to.most + place;
+    if (place < to.most) to.scores[at] = candidate.score;
+    const bool granted = open && place < to.most;
+    left &= ~__ballot_sync(ALL_LANES, asks);
+    for (u32 refused = __ballot_sync(ALL_LANES, asks && !granted); refused != 0;) {
+      const u32 row = __shfl_sync(ALL_LANES, candidate.row, __ffs(refused) - 1);
       left &= ~__ballot_sync(ALL_LANES, candidate.row == row);
-      continue;
+      refused &= refused - 1;
     }
-    take_in(to, __shfl_sync(ALL_LANES, candidate.host_slot, next), row * to.most + place, floor,
-            fetching, lane, [&] { return !is_open(a, row); });
+    fetch_claimed(to, granted && claim(to.layer, candidate.host_slot), candidate.host_slot, at,
+                  floor, fetching, lane, late);
   }
 }
 
@@ -258,7 +274,7 @@ DEVICE void fetch_list(const ListedArguments& a, u8* shared, u32 thread) {
   const u32 readers = LISTED_THREADS / a.num_lists;
   const Listed* list = a.lists + u64(block_index() * a.num_lists + thread / readers) * LIST;
   const i32 floor = *to.layer.floor;
-  Fetching fetching = begin_fetching(shared, to.layer, thread / WARP, lane);
+  Fetching fetching = begin_fetching(shared, to.layer, MOST_FLYING, thread / WARP, lane);
   u32 place = thread % readers;
   bool over = false;
   for (u64 since = nanoseconds();;) {

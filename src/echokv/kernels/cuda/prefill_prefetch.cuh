@@ -189,7 +189,7 @@ DEVICE u32 wanted_columns(const InterArguments& a, const WaveNotes* notes, u32 f
   return found;
 }
 
-// Fetch the lanes' wanted rows, one after the other; stops when `over` says so.
+// Fetch the lanes' wanted rows, a few at a time; stops when `over` says so.
 template <typename Over>
 DEVICE void fetch_columns(const InterArguments& a, i32 request, u32 found, u32 column, i32 floor,
                           Fetching* fetching, u32 lane, Over over) {
@@ -206,18 +206,17 @@ DEVICE void fetch_columns(const InterArguments& a, i32 request, u32 found, u32 c
   while (true) {
     const u32 asking = __ballot_sync(ALL_LANES, absent != 0);
     if (asking == 0 || over()) return;
-    const u32 next = __ffs(asking) - 1;
+    const bool asks = absent != 0 && __popc(asking & ((1u << lane) - 1)) < CLAIMS_AT_ONCE;
+    u32 at = a.fetch.most;
     i32 row = host_slot;
-    u32 at = 0;
-    if (lane == next) {
+    if (asks) {
       row += i32(__ffs(absent)) - 1;
       absent &= absent - 1;
       at = atomicAdd(a.listed, 1u);
     }
-    at = __shfl_sync(ALL_LANES, at, next);
-    if (at >= a.fetch.most) return;
-    take_in(a.fetch, __shfl_sync(ALL_LANES, row, next), at, floor, fetching, lane,
-            over);
+    const bool granted = at < a.fetch.most;
+    fetch_claimed(a.fetch, granted && claim(layer, row), row, at, floor, fetching, lane, over);
+    if (__any_sync(ALL_LANES, asks && !granted)) return;
   }
 }
 

@@ -19,6 +19,7 @@ constexpr u32 GROUPS = 3;  // warpgroups that multiply; the fourth's warps do al
 constexpr u32 GROUP_WARPS = 4;
 constexpr u32 SCORING_WARPS = GROUPS * GROUP_WARPS;
 constexpr u32 FETCHING_WARPS = 2;
+constexpr i32 LATE_FLYING = 6;  // rows of a block that is late, at once
 constexpr u32 STAGES = 4;  // units in flight
 constexpr u32 QUERY_STAGES = 2;
 // Registers of a thread in a warpgroup that multiplies, and in the other.
@@ -301,7 +302,7 @@ DEVICE void prefill_scores(const PrefillArguments& a, const InterArguments* pref
     if (PREFETCH) {
       wait_for_previous_kernel();
       const Fetching fetching = begin_fetching(reinterpret_cast<u8*>(shared + 1),
-                                               prefetch->fetch.layer, warp - FIRST, lane);
+                                               prefetch->fetch.layer, FILLING, warp - FIRST, lane);
       const auto over = [=] {
         const u32 done = lane == 0 ? load_from_block(&shared->done) : 0;
         return __shfl_sync(ALL_LANES, done, 0) == SCORING_WARPS;
@@ -333,6 +334,6 @@ KERNEL(THREADS, 1) void prefill_fetch_late(ARGUMENTS InterArguments a) {
   u8* shared = reinterpret_cast<u8*>(notes + WARPS);
   if (thread_index() == 0) make_fetching(shared);
   block_sync();
-  fetch_waves(a, notes + warp, begin_fetching(shared, a.fetch.layer, warp, lane),
+  fetch_waves(a, notes + warp, begin_fetching(shared, a.fetch.layer, LATE_FLYING, warp, lane),
               warp * grid_size() + block_index(), WARPS * grid_size(), lane, [] { return false; });
 }
