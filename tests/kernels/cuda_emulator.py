@@ -31,6 +31,7 @@ from echokv.kernels.cuda.build import FOLDER
 from echokv.kernels.cuda.launch import Arguments, pointer
 from echokv.kernels.cuda.layer import (
     append_shared_bytes,
+    landing_bytes,
     layer_of,
     moves_16_bytes,
     rows_to_append,
@@ -225,14 +226,18 @@ class Emulator:
         new = new_rows or NewRows.none(layer)
         count, row_bytes = new.rows.shape
         assert count <= min(MOST_NEW_ROWS, threads)
+        whole_words = moves_16_bytes(layer.host_rows, layer.device_rows)
+        lands = whole_words and self.seed % 3 != 0
         arguments = recall.ResidentArguments(
             layer_of(layer), rows_to_append(new, layer, each=max(1, count), staged=count % 2 == 1),
             pointer(host_slots), pointer(scores), pointer(device_slots), k,
             plan.tiles, plan.tiles_per_row, plan.lanes, plan.movers,
-            moves_16_bytes(layer.host_rows, layer.device_rows), recall.stretch_of(layer),
+            whole_words, lands, recall.stretch_of(layer),
         )  # fmt: skip
+        landings = threads // 32 * landing_bytes(row_bytes) if lands else 0
         shared = max(
-            recall.resident_shared_bytes(threads), append_shared_bytes(threads, count, row_bytes)
+            recall.resident_shared_bytes(threads) + landings,
+            append_shared_bytes(threads, count, row_bytes),
         )
         self._library.run_make_resident(
             plan.blocks + (count > 0), threads, shared, self._next(),

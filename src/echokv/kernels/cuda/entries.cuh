@@ -8,6 +8,7 @@
 // lies packed where its answer will be.
 #pragma once
 #include "append.cuh"
+#include "landing.cuh"
 
 constexpr u32 WIDE_THREADS = 2 * RECALL_THREADS;  // of a block that has its SM for itself
 constexpr u32 SCORES_HELD = 4;    // of a row's scores, how many a thread asks for at once
@@ -29,6 +30,13 @@ static_assert(sizeof(RecallShared<WIDE_THREADS>) ==
                   4 * (2 * WIDE_THREADS / WARP + 8 + STRETCHES + 2 * WIDE_THREADS),
               "recall.py");
 
+// Where the warps' first rows land.
+template <u32 THREADS>
+DEVICE u8* landings_of(RecallShared<THREADS>* shared) {
+  static_assert(sizeof(*shared) % 16 == 0, "rows land at multiples of sixteen bytes");
+  return reinterpret_cast<u8*>(shared + 1);
+}
+
 struct ResidentArguments {
   Layer layer;
   NewRows new_rows;       // what the last block appends, if there are any
@@ -41,6 +49,7 @@ struct ResidentArguments {
   i32 lanes;          // entries of a warp
   i32 movers;         // warps of a block that move rows, if they are few
   i32 words_of_16;    // whether both pools' rows are made of them
+  i32 lands;          // whether there is room for rows to land in
   u32 stretch;        // host slots of one
 };
 

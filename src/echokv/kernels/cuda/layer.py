@@ -13,6 +13,8 @@ EARLY = True
 BLOCKS_PER_SM = 2
 """Of kernels whose blocks wait for each other, all at once; see their launch bounds."""
 
+_LINE = 128
+
 
 class Layer(Arguments):
     """One layer's tensors; see claims.cuh."""
@@ -73,3 +75,8 @@ def append_shared_bytes(threads: int, each: int, row_bytes: int) -> int:
 def moves_16_bytes(*pools: Tensor) -> int:
     """Whether rows start at, and are made of, sixteen-byte words."""
     return int(all(pool.shape[1] % 16 == 0 and pool.data_ptr() % 16 == 0 for pool in pools))
+
+
+def landing_bytes(row_bytes: int) -> int:
+    """Shared memory of a warp in which a row lands; see landing.cuh."""
+    return _LINE + -(-(row_bytes + _LINE - 16) // _LINE) * _LINE

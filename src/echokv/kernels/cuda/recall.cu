@@ -38,11 +38,6 @@ DEVICE u32 place_claim(const ResidentArguments& a, RecallShared<THREADS>* shared
   return claims;
 }
 
-// Whether a warp can have a whole row in its registers.
-DEVICE bool fits_registers(const ResidentArguments& a) {
-  return a.words_of_16 && u32(a.layer.row_bytes) <= WORDS_HELD * 16;
-}
-
 // How many warps move a block's claims: a few rows each, whatever `movers` leaves of them.
 template <u32 THREADS>
 DEVICE u32 moving_warps(const ResidentArguments& a, u32 claims) {
@@ -50,20 +45,22 @@ DEVICE u32 moving_warps(const ResidentArguments& a, u32 claims) {
   return smaller(wanted > least ? wanted : least, THREADS / WARP);
 }
 
-// Move the block's claims, every movers-th by a warp; it may have its first row in hand, in `held`.
+// Move the block's claims, every movers-th by a warp, whose first has perhaps been sent for.
 template <u32 THREADS>
 DEVICE void move_claims(const ResidentArguments& a, const RecallShared<THREADS>* shared,
-                        u32 claims, const RowWords& held, bool has_first, u32 warp, u32 lane) {
+                        u32 claims, const Landing& landing, bool has_first, u32 warp, u32 lane) {
   const u32 row_bytes = a.layer.row_bytes, movers = moving_warps<THREADS>(a, claims);
   if (warp >= movers) return;
   for (u32 at = warp; at < claims; at += movers) {
+    const bool landed = has_first && at == warp;
+    const u8* from = landed ? await_row(landing) : host_row(a.layer, shared->host_slots[at]);
     const i32 slot = shared->device_slots[at];
     if (slot < 0) continue;
     u8* to = device_row(a.layer, slot);
-    if (has_first && at == warp)
-      store_row(to, held, row_bytes / 16, lane);
+    if (landed)
+      store_landed(to, from, row_bytes, lane);
     else
-      copy_row(to, host_row(a.layer, shared->host_slots[at]), row_bytes, a.words_of_16, lane);
+      copy_row(to, from, row_bytes, a.words_of_16, lane);
   }
 }
 
@@ -127,17 +124,17 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     count_touched(a.layer, shared->touched);
   }
   if (!wait) return;
+  Landing landing = {};
+  if (a.lands) landing = make_landing(landings_of(shared), a.layer.row_bytes, warp, lane);
   claims = place_claim(a, shared, mine, &at, lane);
   if (thread == WARP && claims != 0) shared->place = take_names(a.layer, claims);
   block_sync();
+  // The first row that this warp moves is on its way from now on; all else goes past it.
+  const bool ahead = a.lands && warp < smaller(claims, moving_warps<THREADS>(a, claims));
+  if (ahead)
+    send_for_row(&landing, host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes, lane);
   if (mine.mine) mine.victim = name_victim(a.layer, shared->place + at);
   if (thread == 0) grid_wait(a.layer.barrier, before);
-  // From now on other loads wait behind those of rows.
-  RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
-  const bool ahead =
-      fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
-  if (ahead)
-    held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
   block_sync();
 
   for (u32 tile = block; tile < last; tile += blocks) {
@@ -164,7 +161,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
       atomicAdd(&shared->evicted, evicted);
     }
     block_sync();
-    move_claims(a, shared, claims, held, first && ahead, warp, lane);
+    move_claims(a, shared, claims, landing, first && ahead, warp, lane);
   }
   for (u32 tile = block; tile < last; tile += blocks) {
     const Entry entry =

@@ -21,6 +21,7 @@ from echokv.kernels.cuda.layer import (
     AppendedRows,
     Layer,
     append_shared_bytes,
+    landing_bytes,
     layer_of,
     moves_16_bytes,
     rows_to_append,
@@ -55,9 +56,11 @@ class ResidentArguments(Arguments):
         *((name, ctypes.c_void_p) for name in ("host_slots", "scores", "device_slots")),
         *(
             (name, ctypes.c_int32)
-            for name in ("k", "tiles", "tiles_per_row", "lanes", "movers", "words_of_16", "stretch")
+            for name in (
+                "k", "tiles", "tiles_per_row", "lanes", "movers", "words_of_16", "lands", "stretch",
+            )
         ),
-    )
+    )  # fmt: skip
 
 
 class GatherArguments(Arguments):
@@ -119,17 +122,22 @@ def make_resident(
         return
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     plan = resident_plan(rows, k, sms, lanes, beside=beside)
-    appending = append_shared_bytes(plan.threads, count, layer.device_rows.shape[1])
+    row_bytes = layer.device_rows.shape[1]
+    appending = append_shared_bytes(plan.threads, count, row_bytes)
     room = MAX_SHARED_BYTES if plan.wide else MAX_SHARED_BYTES // BLOCKS_PER_SM
     staged = count > 0 and appending <= room
+    whole_words = moves_16_bytes(layer.host_rows, layer.device_rows)
+    resident = resident_shared_bytes(plan.threads)
+    landing = plan.threads // 32 * landing_bytes(row_bytes)
+    lands = whole_words and resident + landing <= room
     arguments = ResidentArguments(
         layer_of(layer), rows_to_append(new, layer, each=max(1, count), staged=staged),
         pointer(host_slots), pointer(scores), pointer(device_slots), k,
         plan.tiles, plan.tiles_per_row, plan.lanes, plan.movers,
-        moves_16_bytes(layer.host_rows, layer.device_rows), stretch_of(layer),
+        whole_words, lands, stretch_of(layer),
     )  # fmt: skip
     kernel = "make_resident" if plan.tiles == plan.blocks else "make_many_resident"
-    shared_bytes = max(resident_shared_bytes(plan.threads), appending if staged else 0)
+    shared_bytes = max(resident + (landing if lands else 0), appending if staged else 0)
     MODULE.launch(
         f"{kernel}_beside" if plan.wide else kernel, arguments, device,
         blocks=plan.blocks + (count > 0), early=EARLY,
