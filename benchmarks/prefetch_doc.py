@@ -158,18 +158,50 @@ def designs_table() -> str:
 def decode_table() -> str:
     """Whole decode steps with prefetch and without."""
     result, rows = load("decode_prefetch"), []
-    off = result["variants"]["off"]["median_ms"]
-    for name, one in result["variants"].items():
-        ms = f"{one['median_ms']:.2f} ({one['p10_ms']:.2f} to {one['p90_ms']:.2f})"
-        shares = (one[f"{what}_share"] for what in ("useful", "wasted", "recalled"))
-        rows.append([name, ms, f"{off / one['median_ms']:.3f}x", *(f"{x:.1%}" for x in shares)])
-    header = ("prefetch", "step, ms", "gain", "early, of selected", "in vain", "recalled")
-    shape = result["shape"]
+    for case in result["cases"]:
+        for name, one in case["variants"].items():
+            step, moved = one["step_ms"], one["rows_a_layer"]
+            ms = f"{step['median']:.2f} ({step['p10']:.2f} to {step['p90']:.2f})"
+            gain = ["", ""] if name == "off" else [
+                f"{one['gain']:.3f}x", f"{one['saved_us_a_layer']:.1f}"
+            ]  # fmt: skip
+            counts = (f"{moved[what]:,.0f}" for what in ("early", "in_vain", "recalled"))
+            rows.append([f"{shape_of(case)}, {name}", ms, *gain, *counts])
+    header = (
+        "batch x context, prefetch", "step, ms", "gain", "us a layer", "rows early",
+        "early in vain", "recalled",
+    )  # fmt: skip
+    model = result["model"]
+    gib = ", ".join(f"{case['gib']:.1f}" for case in result["cases"])
     words = (
-        f"{shape['num_layers']} layers, {shape['batch']} x {shape['context_len']:,}, hit rate"
-        f" {shape['hit_rate']}, {result['gib']:.1f} GiB of host rows."
+        f"{model['layers']} layers, {model['dense_layers']} of them dense, hit rate"
+        f" {result['hit_rate']}, {gib} GiB of host rows."
     )
     return f"{table(header, rows)}\n\n{words} {source('decode_prefetch')}"
+
+
+def layer_table() -> str:
+    """When some kernels of a layer start and end, with prefetch and without."""
+    shown = {
+        "append_rows": "new rows", "quantise_query": "query quantised",
+        "index_scores": "index scores", "prefetching": "index scores that list",
+        "fetch_listed": "`fetch_listed`", "topk": "top-k",
+        "make_resident_beside": "`make_resident_beside`", "flash_fwd_splitkv": "FlashMLA",
+    }  # fmt: skip
+    case = next(one for one in load("decode_prefetch")["cases"] if "profile" in one)
+    rows = []
+    for part, words in shown.items():
+        cells = []
+        for one in case["profile"].values():
+            spans = [row for row in one["layer"] if part in row["name"]]
+            ends = (
+                f"{row['start_us']:.1f} to {row['start_us'] + row['us']:.1f}" for row in spans[:1]
+            )
+            cells.append("".join(ends))
+        rows.append([words, *cells])
+    ends = (one["end_of_step_us"] for one in case["profile"].values())
+    rows.append(["after the last layer, once", *("" if us is None else f"{us:.1f}" for us in ends)])
+    return grid((f"us, {shape_of(case)}", *case["profile"]), rows)
 
 
 def scores_table() -> str:
@@ -270,10 +302,11 @@ def goals_table() -> str:
     }
     words = ", ".join(f"{variant} {us:.1f} us" for variant, us in exposed.items())
     rows.append(["recall still exposed at hit rate 0.9, 13 x 98,304, at most 4 us", words])
-    steps = load("decode_prefetch")["variants"]
-    gains = ", ".join(
-        f"{name} {steps['off']['median_ms'] / steps[name]['median_ms']:.3f}x"
-        for name in steps if name != "off"
+    gains = "; ".join(
+        f"{shape_of(case)}: "
+        + ", ".join(f"{name} {one['gain']:.3f}x" for name, one in case["variants"].items()
+                    if name != "off")
+        for case in load("decode_prefetch")["cases"]
     )  # fmt: skip
     for kind, goal in (("random", 1.1), ("overlapping", 1.3)):
         segments = [x for x in load("prefill_segment")["segments"] if x["selections"] == kind]
@@ -362,6 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "parts": parts_table,
     "prefetch-designs": designs_table,
     "decode_prefetch": decode_table,
+    "decode layer": layer_table,
     "index_scores": scores_table,
     "host_reads": gather_table,
     "recall-beside-h200": beside_table,

@@ -32,6 +32,7 @@ class Recorder:
         self.cache = cache
         self.calls: list[tuple[str, int]] = []
         self.most_rows: int | None = None
+        self.ahead = False  # whether a recall is on its way
 
     @property
     def capacity(self) -> int:
@@ -49,6 +50,10 @@ class Recorder:
         self.calls.append(("step", 0))
         self.most_rows = most_rows
         self.cache.begin_step(most_rows=most_rows)
+
+    def settle(self, layer: int) -> None:
+        assert not self.ahead, "what is selected isn't resident yet"
+        self.cache.settle(layer)
 
     def end_step(self) -> None:
         self.cache.end_step()
@@ -88,9 +93,11 @@ class Recorder:
         max_distinct: int | None = None,
     ) -> DeviceSlots:
         self.calls.append(("ahead", host_slots.shape[0]))
+        self.ahead = True
         return self.cache.recall_ahead(layer, host_slots, scores, max_distinct=max_distinct)
 
     def wait(self) -> None:
+        self.ahead = False
         self.cache.wait()
 
     def stage(

@@ -53,6 +53,20 @@ def test_a_row_that_is_recalled_ahead_was_useful_too(cache: Cache) -> None:
     manager.check(cache.live())
 
 
+def test_what_was_put_off_is_done_when_the_last_layer_has_selected(cache: Cache) -> None:
+    """Beside what follows, and so after all that it reads of the step."""
+    manager, done = cache.manager, list[bool]()
+    manager.begin_step()
+    manager.side.later(lambda: done.append(True))
+    for layer in range(2):
+        cache.fetch(layer, [[3, 4, 92, 5]])
+        assert not done
+        manager.settle(layer)
+    assert done == [True]
+    manager.end_step()
+    assert done == [True]
+
+
 def test_what_is_resident_is_neither_moved_nor_counted(cache: Cache) -> None:
     before = cache.resident(0)
     assert set(before) == set(range(92, 100))

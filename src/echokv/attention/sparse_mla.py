@@ -167,6 +167,7 @@ class SparseAttention:
             )
         else:
             self._cache.wait()
+        self._cache.settle(layer)
         attended = self._over(self._cache.rows(layer), device_slots, query, batch, rows)
         return _padded(attended, batch.num_tokens)
 

@@ -153,6 +153,11 @@ class CacheManager:
         """See `KVCache`."""
         self.side.join()
 
+    def settle(self, layer: int) -> None:
+        """See `KVCache`."""
+        if layer == self.state.num_layers - 1:
+            self.side.fork_put_off()
+
     def _wait(self, layer: int | None = None) -> None:
         """Let the current stream wait for the side stream, and append what was put off.
 

@@ -143,6 +143,17 @@ class KVCache(Protocol):
         """Let the current stream wait for `recall_ahead`."""
         ...
 
+    def settle(self, layer: int) -> None:
+        """Say that all that a layer selects in this step is resident.
+
+        After the last layer, a cache counts and learns beside what the current stream does next;
+        `end_step` waits for that.
+
+        Args:
+            layer: decoder layer.
+        """
+        ...
+
     def stage(
         self, layer: int, host_slots: HostSlots, *, most_rows: int
     ) -> tuple[Tensor, DeviceSlots]:

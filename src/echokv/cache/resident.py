@@ -97,6 +97,9 @@ class ResidentCache:
     def wait(self) -> None:
         """Nothing runs beside the current stream."""
 
+    def settle(self, layer: int) -> None:
+        """See `KVCache`: nothing is counted late."""
+
     def stage(
         self, layer: int, host_slots: HostSlots, *, most_rows: int
     ) -> tuple[Tensor, DeviceSlots]:

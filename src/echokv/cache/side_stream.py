@@ -53,6 +53,12 @@ class SideStream:
         """Put work off until the next fork: nobody waits for it in this step."""
         self._later.append(work)
 
+    def fork_put_off(self) -> None:
+        """Do now, on the side stream, what was put off, if anything was."""
+        if self._later:
+            with self.fork():
+                pass
+
     def catch_up(self) -> None:
         """Do now, on the current stream, what was put off."""
         work, self._later = self._later, []

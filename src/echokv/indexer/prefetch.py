@@ -91,6 +91,9 @@ class Prefetcher:
         """The same for passes that aren't decode passes."""
         self._lists = None if self._fused is None else self._fused.candidate_lists(device)
         self._decoder_layers = torch.tensor(index_layers, dtype=torch.int32, device=device)
+        layers, request_slots = predictions.thresholds.shape
+        firsts = torch.arange(layers, dtype=torch.int32, device=device) * request_slots
+        self._first_entries = firsts[:, None]  # [L, 1] of each layer in the predictions
 
     def rows_ahead(self, batch: ForwardBatch) -> int:
         """Most rows that a layer of any pass may fetch, all requests together."""
@@ -193,9 +196,7 @@ class Prefetcher:
         """What `learn` does for one layer, for all of them."""
         state, slots = self.predictions, batch.request_slots
         assert slots is not None
-        layers, request_slots = state.thresholds.shape
-        firsts = torch.arange(layers, dtype=torch.int32, device=slots.device) * request_slots
-        entries = torch.where(slots >= 0, slots + firsts[:, None], -1)  # [L, T]
+        entries = torch.where(slots >= 0, slots + self._first_entries, -1)  # [L, T]
         self._kernels.update_thresholds(
             entries.flatten(),
             here.kth_scores.flatten(),
@@ -205,7 +206,7 @@ class Prefetcher:
             state.useful.view(-1),
             state.limits.view(-1),
         )
-        self._cache.count_useful(self._decoder_layers, here.found.host_slots.view(layers, -1))
+        self._cache.count_useful(self._decoder_layers, here.found.host_slots.view(len(entries), -1))
 
     def topk_rows(
         self, index_layer: int, scores: Tensor, batch: ForwardBatch
