@@ -201,7 +201,7 @@ def layer_table() -> str:
         rows.append([words, *cells])
     ends = (one["end_of_step_us"] for one in case["profile"].values())
     rows.append(["after the last layer, once", *("" if us is None else f"{us:.1f}" for us in ends)])
-    return grid((f"us, {shape_of(case)}", *case["profile"]), rows)
+    return table((f"us, {shape_of(case)}", *case["profile"]), rows)
 
 
 def scores_table() -> str:
