@@ -16,7 +16,7 @@ from pathlib import Path
 import doc_tables
 import performance_decode as decode
 import performance_peers as peers
-from performance_goals import cache_rows, goals
+from performance_goals import cache_rows, goals, recall_parts
 from performance_tables import Row, decode_files, find, load, median
 
 from echokv.bench.markdown import table
@@ -394,6 +394,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "touched": touched,
     "pinning": pinning,
     "goals": goals,
+    "recall parts": recall_parts,
 }
 
 

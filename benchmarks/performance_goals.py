@@ -99,6 +99,27 @@ def cache_goals() -> list[Goal]:
     ]  # fmt: skip
 
 
+def recall_parts() -> str:
+    """What a recall's microseconds go to, by what was measured apart in the same run."""
+    goal = {(1, 61): 8.0, (13, 799): 17.0, (64, 3932): 62.0}
+    empty = median(cache_rows(), variant="gather", batch=13, recalled_rows=0, selection_in_l2=False)
+    lines = []
+    for batch, rows in ((1, 61), (13, 64), (13, 512), (13, 799), (13, 2665), (64, 3932)):
+        taken, bare = cuda(batch, rows), gather(batch, rows)
+        looked_up, moved = less(cuda(batch, 0), empty), less(bare, empty)
+        if taken is None or empty is None or looked_up is None or moved is None:
+            continue
+        floor = empty + looked_up + moved
+        wanted = goal.get((batch, rows), empty + moved + 3)
+        lines.append((batch, f"{rows:,}", empty, looked_up, moved, floor, taken, taken - floor,
+                      wanted))  # fmt: skip
+    header = (
+        "batch", "rows missing", "empty launch", "looking up and claiming", "rows over PCIe",
+        "sum", "`make_resident`", "the rest", "goal",
+    )  # fmt: skip
+    return table(header, lines)
+
+
 def hisparse(missing: float, before: str) -> str:
     """SGLang HiSparse's times: of the run beside ours, and of the run that the issue quotes."""
     taken = sglang_times(missing, "HiSparse")

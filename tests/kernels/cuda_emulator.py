@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ from echokv.kernels.cuda.layer import (
     rows_to_append,
 )
 from echokv.kernels.fused_layer import MOST_NEW_ROWS, FusedLayer, NewRows
-from echokv.kernels.prefetch_args import CandidateLists, Candidates
+from echokv.kernels.prefetch_args import CandidateLists, LayerPrefetch
 from echokv.kernels.reference.index_scores import index_scores as reference_scores
 from echokv.kernels.reference.topk import topk_rows as reference_topk_rows
 from echokv.kernels.registry import load_kernels
@@ -257,15 +258,8 @@ class Emulator:
         block_tables: Tensor,
         request_rows: Tensor,
         context_lens: Tensor,
-        request_slots: Tensor,
-        thresholds: Tensor,
-        limits: Tensor,
-        layer: FusedLayer,
-        found: Candidates,
-        kth_scores: Tensor,
+        prefetch: LayerPrefetch,
         *,
-        rows_per_unit: int,
-        least: int,
         blocks: int = 3,
         scoring: int = 2,
         known: bool = False,
@@ -274,28 +268,26 @@ class Emulator:
         """What `index_scores_prefetch` does once there are scores; each block's share of the pages.
 
         Args:
+            prefetch: its lists aren't used.
             known: whether k-th scores come to be known while rows are fetched.
             tick: nanoseconds between two looks at the clock.
         """
         rows, width = scores.shape
-        found.counts.zero_()
-        found.host_slots.fill_(-1)
-        found.scores.fill_(-torch.inf)
-        kth_scores.view(torch.int32).fill_(_UNKNOWN)
+        prefetch.found.counts.zero_()
+        prefetch.found.host_slots.fill_(-1)
+        prefetch.found.scores.fill_(-torch.inf)
+        prefetch.kth_scores.view(torch.int32).fill_(_UNKNOWN)
         shares = torch.zeros((blocks, 3), dtype=torch.int32)
         # What another launch left: candidates of any row, of other epochs.
         entries = torch.randint(0, 99, (blocks, scoring, LIST_ENTRIES, 4), dtype=torch.int32)
         lists = CandidateLists(
             entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32)
         )
-        prefetch = fetch_listed.prefetch_arguments(
-            layer, request_slots, thresholds, limits, found, rows_per_unit, least
-        )
         contexts = fetch_listed.Contexts(pointer(context_lens), rows, width)
         arguments = PrefetchRun(
             pointer(block_tables), pointer(request_rows), pointer(scores), pointer(shares),
-            pointer(kth_scores), pointer(entries), block_tables.shape[1], scoring, known, 0,
-            fetch_listed.listed_arguments(prefetch, contexts, lists, kth_scores),
+            pointer(prefetch.kth_scores), pointer(entries), block_tables.shape[1], scoring, known,
+            0, fetch_listed.listed_arguments(replace(prefetch, lists=lists), contexts),
         )  # fmt: skip
         self._library.run_prefetch(blocks, self._next(), tick, ctypes.byref(arguments))
         return shares
@@ -347,26 +339,15 @@ class Emulator:
         request_rows: Tensor,
         context_lens: Tensor,
         max_context_len: int,
-        request_slots: Tensor,
-        thresholds: Tensor,
-        limits: Tensor,
-        layer: FusedLayer,
-        lists: CandidateLists,
-        found: Candidates,
-        kth_scores: Tensor,
+        prefetch: LayerPrefetch,
         fork: Callable[[], AbstractContextManager[None]],
-        *,
-        rows_per_unit: int,
-        least: int,
     ) -> Tensor:
         """`index_scores_prefetch`: the reference's scores, then what they name."""
+        prefetch.check(query.shape[0], query.device)
         keys = (pages, fmt, block_tables, request_rows, context_lens, max_context_len)
         scores = reference_scores(query, weights, *keys)
         with fork():
-            self.prefetch(
-                scores, block_tables, request_rows, context_lens, request_slots, thresholds,
-                limits, layer, found, kth_scores, rows_per_unit=rows_per_unit, least=least,
-            )  # fmt: skip
+            self.prefetch(scores, block_tables, request_rows, context_lens, prefetch)
         return scores
 
     def prefill_scores_prefetch(

@@ -14,7 +14,7 @@ from tests.kernels.resident_model import LayerUnderTest
 from torch import Tensor
 
 from echokv.kernels.fused_layer import FusedLayer
-from echokv.kernels.prefetch_args import NO_LIMIT, Candidates
+from echokv.kernels.prefetch_args import NO_LIMIT, CandidateLists, Candidates, LayerPrefetch
 
 BUDGET_UNIT = 65536
 
@@ -61,6 +61,18 @@ class PrefetchCase:
             host_rows=layer.host_rows, device_rows=layer.device_rows,
         )  # fmt: skip
 
+    def prefetch(
+        self, floor: int, lists: CandidateLists, *, most: int, rows_per_unit: int, least: int
+    ) -> LayerPrefetch:
+        """What the op takes, with room for what it finds."""
+        rows, device = len(self.lens), self.layer.device
+        return LayerPrefetch(
+            layer=self.fused_layer(floor), request_slots=ints(self.request_slots).to(device),
+            thresholds=self.thresholds.to(device), limits=self.limits.to(device), lists=lists,
+            found=Candidates.room(rows, most, device), kth_scores=torch.empty(rows, device=device),
+            rows_per_unit=rows_per_unit, least=least,
+        )  # fmt: skip
+
     def candidates(self, row: int) -> dict[int, float]:
         """Host slot -> score of everything in a row that beats its prediction."""
         slot = self.request_slots[row]
@@ -75,25 +87,22 @@ class PrefetchCase:
             if score >= threshold
         }
 
-    def budget(self, row: int, most: int, rows_per_unit: int, least: int) -> int:
+    def budget(self, row: int, prefetch: LayerPrefetch) -> int:
         """Candidates that a row may have."""
-        limit = int(self.limits[self.request_slots[row]])
-        return max(0, min(most, least + self.lens[row] * rows_per_unit // BUDGET_UNIT, limit))
+        limit, most = int(self.limits[self.request_slots[row]]), prefetch.found.host_slots.shape[1]
+        by_length = prefetch.least + self.lens[row] * prefetch.rows_per_unit // BUDGET_UNIT
+        return max(0, min(most, by_length, limit))
 
     def check(
-        self,
-        before: LayerModel,
-        ready: list[int],
-        floor: int,
-        found: Candidates,
-        budgets: list[int],
+        self, before: LayerModel, ready: list[int], floor: int, prefetch: LayerPrefetch
     ) -> set[int]:
         """Everything that must hold afterwards. Returns the host slots that were fetched."""
+        found = prefetch.found
         host_slots, scores, counts = found.host_slots.cpu(), found.scores.cpu(), found.counts.cpu()
         fetched: list[int] = []
         for row in range(len(self.lens)):
             count, allowed = int(counts[row]), self.candidates(row)
-            assert 0 <= count <= budgets[row]
+            assert 0 <= count <= self.budget(row, prefetch)
             assert (scores[row, count:] == -torch.inf).all()
             listed = Counter(scores[row, :count].tolist())
             assert not listed - Counter(allowed.values()), "a score that is no candidate's"

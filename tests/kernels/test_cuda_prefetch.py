@@ -20,7 +20,7 @@ from echokv.kernels.cuda import index_scores as scoring
 from echokv.kernels.cuda.fetch_listed import fetch_listed
 from echokv.kernels.cuda.index_scores import index_scores
 from echokv.kernels.fused_layer import TOTALS, FusedLayer
-from echokv.kernels.prefetch_args import CandidateLists, Candidates
+from echokv.kernels.prefetch_args import CandidateLists, Candidates, LayerPrefetch
 from echokv.kernels.reference.name_rows import positions_to_host_slots
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat
@@ -80,22 +80,18 @@ class OnGpu:
         case, under_test = self.case, self.case.layer
         ready = under_test.choose(fused, FLOOR)
         before = copy.deepcopy(under_test.model)
-        tensors = (ints(case.request_slots), case.thresholds.cuda(), case.limits.cuda())
-        found = Candidates.room(len(case.lens), most, CUDA)
-        kth_scores = torch.empty(len(case.lens), device=CUDA)
+        ahead = case.prefetch(
+            FLOOR, self.lists, most=most, rows_per_unit=rows_per_unit, least=least
+        )
         put_off: list[tuple[Any, CandidateLists]] = []
         fetch = (lambda *how: put_off.append(how)) if self.late else fetch_listed
         with patch.object(scoring, "fetch_listed", fetch):
-            scores = prefetch.index_scores_prefetch(
-                *self.arguments, *tensors, case.fused_layer(FLOOR), self.lists, found,
-                kth_scores, self.fork, rows_per_unit=rows_per_unit, least=least,
-            )  # fmt: skip
+            scores = prefetch.index_scores_prefetch(*self.arguments, ahead, self.fork)
         for how in put_off:
             fetch_listed(*how)
         torch.cuda.current_stream().wait_stream(self.side)
         assert torch.equal(scores, self.plain)
-        budgets = [case.budget(row, most, rows_per_unit, least) for row in range(len(case.lens))]
-        return case.check(before, ready, FLOOR, found, budgets)
+        return case.check(before, ready, FLOOR, ahead)
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -188,11 +184,12 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
 
     def step() -> None:
         manager.begin_step()
-        scores = prefetch.index_scores_prefetch(
-            *on_gpu.arguments, request_slots, thresholds, limits,
-            fused_layer_of(manager, host, totals), on_gpu.lists, found, kth_scores, on_gpu.fork,
-            rows_per_unit=0, least=most,
+        ahead = LayerPrefetch(
+            layer=fused_layer_of(manager, host, totals), request_slots=request_slots,
+            thresholds=thresholds, limits=limits, lists=on_gpu.lists, found=found,
+            kth_scores=kth_scores, rows_per_unit=0, least=most,
         )  # fmt: skip
+        scores = prefetch.index_scores_prefetch(*on_gpu.arguments, ahead, on_gpu.fork)
         tables = on_gpu.arguments[4]
         positions = prefetch.topk_rows(scores, lens_on_gpu, k, request_rows, tables, kth_scores)[0]
         wanted = positions_to_host_slots(positions, request_rows, tables)

@@ -6,6 +6,8 @@ the GPU runs (prefetch.cuh, claims.cuh, schedule.cuh).
 
 import copy
 import random
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,14 +44,12 @@ def prefetch_from(
 ) -> set[int]:
     """The same with a ready list that has been made."""
     before = copy.deepcopy(case.layer.model)
-    found = Candidates.room(len(case.lens), most, CPU)
-    emulator.prefetch(
-        case.scores, case.tables, ints(case.request_rows), ints(case.lens),
-        ints(case.request_slots), case.thresholds, case.limits, case.fused_layer(FLOOR), found,
-        torch.empty(len(case.lens)), rows_per_unit=rows_per_unit, least=least, **how,
-    )  # fmt: skip
-    budgets = [case.budget(row, most, rows_per_unit, least) for row in range(len(case.lens))]
-    return case.check(before, ready, FLOOR, found, budgets)
+    ahead = case.prefetch(
+        FLOOR, emulator.candidate_lists(CPU), most=most, rows_per_unit=rows_per_unit, least=least
+    )
+    rows = (ints(case.request_rows), ints(case.lens))
+    emulator.prefetch(case.scores, case.tables, *rows, ahead, **how)
+    return case.check(before, ready, FLOOR, ahead)
 
 
 @pytest.mark.parametrize("row_bytes", [16, 656, 2304])
@@ -195,12 +195,13 @@ def test_shares_cover_every_page_once(emulator: Emulator, blocks: int) -> None:
         lens = [rng.choice([0, 0, -5, 1, 64, 65, 300, 999_999]) for _ in range(rows)]
         width = 512  # rows beyond it count for no more
         under_test = LayerUnderTest(layer_in_use(rng, 8, 64, 0.0, FLOOR), CPU)
-        case = make_case(rng, under_test, [0])
+        case = make_case(rng, under_test, [0] * rows)
+        case.request_slots = [-1] * rows
+        lists = emulator.candidate_lists(CPU)
         shares = emulator.prefetch(
             torch.zeros(rows, width), torch.zeros((1, 8), dtype=torch.int32), ints([0] * rows),
-            ints(lens), ints([-1] * rows), case.thresholds, case.limits,
-            case.fused_layer(FLOOR), Candidates.room(rows, 1, CPU), torch.empty(rows),
-            rows_per_unit=0, least=0, blocks=blocks, scoring=1,
+            ints(lens), case.prefetch(FLOOR, lists, most=1, rows_per_unit=0, least=0),
+            blocks=blocks, scoring=1,
         )  # fmt: skip
         pages = [(row, page) for row, n in enumerate(lens)
                  for page in range(-(-min(max(n, 0), width) // 64))]  # fmt: skip
@@ -211,3 +212,23 @@ def test_shares_cover_every_page_once(emulator: Emulator, blocks: int) -> None:
                 assert pages[at] == (row, page)
             at += count
         assert at == len(pages)
+
+
+def test_arguments_are_checked(emulator: Emulator) -> None:
+    case = mixed_case(random.Random(0), FLOOR, 16)
+    lists = emulator.candidate_lists(CPU)
+    ahead, rows = case.prefetch(FLOOR, lists, most=2, rows_per_unit=0, least=0), len(case.lens)
+    ahead.check(rows, CPU)
+    wrong = {
+        "request_slots must have shape [6], got [5]": {"request_slots": ahead.request_slots[1:]},
+        "thresholds must be torch.float32": {"thresholds": ahead.thresholds.double()},
+        "limits must have shape [8], got [7]": {"limits": ahead.limits[1:]},
+        "found.host_slots must have shape [6, 2], got [3, 2]": {"found": ahead.found.rows(0, 3)},
+        "kth_scores must be contiguous": {"kth_scores": torch.empty(2 * rows)[::2]},
+        "found must have at least 1 column, got 0": {"found": Candidates.room(rows, 0, CPU)},
+    }
+    for message, fields in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            replace(ahead, **fields).check(rows, CPU)
+    with pytest.raises(ValueError, match="request_slots must be on cuda:0, got cpu"):
+        ahead.check(rows, torch.device("cuda:0"))

@@ -17,7 +17,7 @@ from echokv.cache.batch import ForwardBatch
 from echokv.cache.manager import CacheManager
 from echokv.indexer.prefill_prefetch import PrefillPrefetcher
 from echokv.indexer.threshold import Predictions
-from echokv.kernels.prefetch_args import BUDGET_UNIT, Candidates, row_budget
+from echokv.kernels.prefetch_args import BUDGET_UNIT, Candidates, LayerPrefetch, row_budget
 from echokv.kernels.protocol import Kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.slots import HostSlots
@@ -159,6 +159,17 @@ class Prefetcher:
         here = self._pass or self._begin_fused(batch)
         assert self._lists is not None and batch.request_slots is not None
         rows = batch.num_tokens
+        prefetch = LayerPrefetch(
+            layer=target,
+            request_slots=batch.request_slots,
+            thresholds=self.predictions.thresholds[index_layer],
+            limits=self.predictions.limits[index_layer],
+            lists=self._lists,
+            found=here.found.rows(index_layer * rows, (index_layer + 1) * rows),
+            kth_scores=here.kth_scores[index_layer],
+            rows_per_unit=self._budget.rows_per_unit,
+            least=self._budget.least,
+        )
         return fused.index_scores_prefetch(
             query,
             weights,
@@ -168,16 +179,8 @@ class Prefetcher:
             batch.request_rows,
             batch.context_lens,
             batch.max_context_len,
-            batch.request_slots,
-            self.predictions.thresholds[index_layer],
-            self.predictions.limits[index_layer],
-            target,
-            self._lists,
-            here.found.rows(index_layer * rows, (index_layer + 1) * rows),
-            here.kth_scores[index_layer],
+            prefetch,
             lambda: self._cache.side.fork(catches_up=False),
-            rows_per_unit=self._budget.rows_per_unit,
-            least=self._budget.least,
         )
 
     def _begin_fused(self, batch: ForwardBatch) -> _Pass:

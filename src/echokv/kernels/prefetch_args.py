@@ -1,4 +1,4 @@
-"""What the prefetch ops of every backend share: constants, what they find, argument checks.
+"""What the prefetch ops of every backend share: constants, arguments and their checks, findings.
 
 Knows no backend. A request slot is a running request's number, below --max-num-seqs; the state of
 one index layer is three tensors with an entry for each.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
+from echokv.kernels.fused_layer import FusedLayer
 
 EMA_ALPHA = 0.5
 """Weight of the past in the predicted k-th score (ECHO paper, section 5.1)."""
@@ -68,6 +69,44 @@ class CandidateLists:
 
     entries: Tensor  # [blocks, lists, entries, 4] int32; see Listed in kernels/cuda/prefetch.cuh
     epoch: Tensor  # [1] int32, raised before each launch: entries of any other are stale
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPrefetch:
+    """The prefetch of one layer for T rows of a pass: what it goes by, and what it writes.
+
+    S request slots. `kernels/cuda/index_scores.py` says what is done with it. The layer's totals
+    count prefetched rows as recalled and allocated, and who left. Its rows are whole, aligned
+    sixteen-byte words; its pool must have room for T * most rows beside what else is protected in
+    this step.
+    """
+
+    layer: FusedLayer  # in place
+    request_slots: Tensor  # [T] int32: each row's entry of thresholds and limits; -1 for none
+    thresholds: Tensor  # [S] float32: predicted k-th scores; +inf and NaN: no prediction
+    limits: Tensor  # [S] int32: most rows of each, whatever its budget by length
+    lists: CandidateLists  # in place; of no other launch that may run at the same time
+    found: Candidates  # out: complete when the work on the fork is; its columns are `most`
+    kth_scores: Tensor  # [T] float32 out: a NaN that no score is, for the top-k to overwrite
+    rows_per_unit: int  # of the budget, for each BUDGET_UNIT tokens of context
+    least: int  # of the budget, whatever the context
+
+    def check(self, rows: int, device: torch.device) -> None:
+        """Check the layer, and the tensors of a pass of so many rows.
+
+        Raises:
+            ValueError: with the tensor's name, what it is and what it must be.
+        """
+        self.layer.check()
+        host_slots, slots = self.found.host_slots, self.thresholds.shape[:1]
+        most = host_slots.shape[1]
+        check_tensor("request_slots", self.request_slots, (rows,), torch.int32, device=device)
+        check_tensor("thresholds", self.thresholds, (None,), torch.float32, device=device)
+        check_tensor("limits", self.limits, slots, torch.int32, device=device)
+        check_tensor("found.host_slots", host_slots, (rows, most), torch.int32, device=device)
+        check_tensor("kth_scores", self.kth_scores, (rows,), torch.float32, device=device)
+        if most < 1:
+            raise ValueError(f"found must have at least 1 column, got {most}")
 
 
 def row_budget(

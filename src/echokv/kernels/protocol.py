@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.fused_layer import FusedLayer, NewRows
-from echokv.kernels.prefetch_args import CandidateLists, Candidates
+from echokv.kernels.prefetch_args import CandidateLists, LayerPrefetch
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 
 
@@ -180,17 +180,8 @@ class FusedPrefetch(Protocol):
         request_rows: Tensor,
         context_lens: Tensor,
         max_context_len: int,
-        request_slots: Tensor,
-        thresholds: Tensor,
-        limits: Tensor,
-        layer: FusedLayer,
-        lists: CandidateLists,
-        found: Candidates,
-        kth_scores: Tensor,
+        prefetch: LayerPrefetch,
         fork: Callable[[], AbstractContextManager[None]],
-        *,
-        rows_per_unit: int,
-        least: int,
     ) -> Tensor: ...
 
     def topk_rows(

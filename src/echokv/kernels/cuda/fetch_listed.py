@@ -6,13 +6,10 @@ both take is here: argument structures and the lists.
 
 import ctypes
 
-from torch import Tensor
-
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.cuda.layer import Layer, layer_of
 from echokv.kernels.cuda.schedule import Contexts
-from echokv.kernels.fused_layer import FusedLayer
-from echokv.kernels.prefetch_args import CandidateLists, Candidates
+from echokv.kernels.prefetch_args import CandidateLists, LayerPrefetch
 
 THREADS = 128
 """Of a block."""
@@ -54,34 +51,23 @@ class ListedArguments(Arguments):
     )
 
 
-def prefetch_arguments(
-    layer: FusedLayer,
-    request_slots: Tensor,
-    thresholds: Tensor,
-    limits: Tensor,
-    found: Candidates,
-    rows_per_unit: int,
-    least: int,
-) -> PrefetchArguments:
-    """What kernels that fetch take; see `index_scores_prefetch`."""
+def prefetch_arguments(prefetch: LayerPrefetch) -> PrefetchArguments:
+    """What kernels that fetch take."""
+    found = prefetch.found
     rows, most = found.host_slots.shape
     return PrefetchArguments(
-        layer_of(layer), pointer(request_slots), pointer(thresholds), pointer(limits),
-        pointer(found.counts), pointer(found.host_slots), pointer(found.scores), most,
-        rows_per_unit, least, rows,
+        layer_of(prefetch.layer), pointer(prefetch.request_slots), pointer(prefetch.thresholds),
+        pointer(prefetch.limits), pointer(found.counts), pointer(found.host_slots),
+        pointer(found.scores), most, prefetch.rows_per_unit, prefetch.least, rows,
     )  # fmt: skip
 
 
-def listed_arguments(
-    prefetch: PrefetchArguments,
-    contexts: Contexts,
-    lists: CandidateLists,
-    kth_scores: Tensor,
-) -> ListedArguments:
+def listed_arguments(prefetch: LayerPrefetch, contexts: Contexts) -> ListedArguments:
     """What `fetch_listed` takes."""
+    lists = prefetch.lists
     return ListedArguments(
-        prefetch, contexts, pointer(lists.entries), pointer(lists.epoch), pointer(kth_scores),
-        lists.entries.shape[1], 0,
+        prefetch_arguments(prefetch), contexts, pointer(lists.entries), pointer(lists.epoch),
+        pointer(prefetch.kth_scores), lists.entries.shape[1], 0,
     )  # fmt: skip
 
 

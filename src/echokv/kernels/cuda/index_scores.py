@@ -12,14 +12,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda import prefill_scores
-from echokv.kernels.cuda.fetch_listed import (
-    LISTS,
-    fetch_listed,
-    listed_arguments,
-    prefetch_arguments,
-)
+from echokv.kernels.cuda.fetch_listed import LISTS, fetch_listed, listed_arguments
 from echokv.kernels.cuda.fetch_listed import THREADS as FETCHING_THREADS
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
 from echokv.kernels.cuda.layer import moves_16_bytes
@@ -27,7 +21,7 @@ from echokv.kernels.cuda.schedule import Contexts
 from echokv.kernels.fused_layer import FusedLayer
 from echokv.kernels.prefetch_args import FUSED_HEAD_DIM as HEAD_DIM
 from echokv.kernels.prefetch_args import FUSED_HEADS as HEADS
-from echokv.kernels.prefetch_args import CandidateLists, Candidates
+from echokv.kernels.prefetch_args import LayerPrefetch
 from echokv.kernels.reference.index_scores import check_scores_args, score_width
 from echokv.kernels.triton import index_scores as portable
 from echokv.memory.formats import IndexKeyFormat
@@ -146,17 +140,8 @@ def index_scores_prefetch(
     request_rows: Tensor,
     context_lens: Tensor,
     max_context_len: int,
-    request_slots: Tensor,
-    thresholds: Tensor,
-    limits: Tensor,
-    layer: FusedLayer,
-    lists: CandidateLists,
-    found: Candidates,
-    kth_scores: Tensor,
+    prefetch: LayerPrefetch,
     fork: Callable[[], AbstractContextManager[None]],
-    *,
-    rows_per_unit: int,
-    least: int,
 ) -> Tensor:
     """`index_scores`, and while it runs, and after, rows move that beat their request's prediction.
 
@@ -177,19 +162,9 @@ def index_scores_prefetch(
         request_rows: [T] int32.
         context_lens: [T] int32.
         max_context_len: the largest of context_lens.
-        request_slots: [T] int32, each row's entry of thresholds and limits; -1 for none.
-        thresholds: [S] float32, predicted k-th scores; +inf and NaN: no prediction.
-        limits: [S] int32: most rows of each, whatever its budget by length.
-        layer: in place; totals count prefetched rows as recalled and allocated, and who left. The
-            pool must have room for T * most rows beside what else is protected in this step. Rows
-            of whole, aligned sixteen-byte words.
-        lists: in place; of no other launch that may run at the same time.
-        found: out: complete when the work on the fork is. Its columns are `most`.
-        kth_scores: [T] float32 out: a NaN that no score is, for the top-k to overwrite.
+        prefetch: of the layer, for these rows.
         fork: makes a second stream the current one, after all that the current one has been given
             so far. It must be joined before anything else takes rows of the layer in.
-        rows_per_unit: of the budget, for each BUDGET_UNIT tokens of context.
-        least: of the budget, whatever the context.
 
     Returns:
         [T, W] float32 scores.
@@ -197,50 +172,36 @@ def index_scores_prefetch(
     check_scores_args(
         query, weights, pages, fmt, block_tables, request_rows, context_lens, max_context_len
     )
-    (rows, heads, _), device, most = query.shape, query.device, found.host_slots.shape[1]
-    layer.check()
-    check_tensor("request_slots", request_slots, (rows,), torch.int32, device=device)
-    check_tensor("thresholds", thresholds, (None,), torch.float32, device=device)
-    check_tensor("limits", limits, (thresholds.shape[0],), torch.int32, device=device)
-    check_tensor("found.host_slots", found.host_slots, (rows, most), torch.int32, device=device)
-    check_tensor("kth_scores", kth_scores, (rows,), torch.float32, device=device)
-    if not fetches(query, pages, fmt, layer):
+    (rows, heads, _), device, lists = query.shape, query.device, prefetch.lists
+    prefetch.check(rows, device)
+    if not fetches(query, pages, fmt, prefetch.layer):
         raise ValueError(
             f"prefetching is made for fp8 keys of {HEAD_DIM} dimensions under {HEADS} heads and"
             f" rows of whole sixteen-byte words, got {fmt}, {heads} heads and rows of"
-            f" {layer.device_rows.shape[1]} B"
+            f" {prefetch.layer.device_rows.shape[1]} B"
         )
-    if most < 1:
-        raise ValueError(f"found must have at least 1 column, got {most}")
     out = torch.empty((rows, score_width(max_context_len)), device=device)
     if rows == 0:
         return out
-    images = quantise_query(query, weights, (found, kth_scores, lists))
-    prefetch = prefetch_arguments(
-        layer, request_slots, thresholds, limits, found, rows_per_unit, least
-    )
+    images = quantise_query(query, weights, prefetch)
     contexts = Contexts(pointer(context_lens), rows, out.shape[1])
     with fork():
-        fetch_listed(listed_arguments(prefetch, contexts, lists, kth_scores), lists)
+        fetch_listed(listed_arguments(prefetch, contexts), lists)
     listing = ListingArguments(
-        pointer(request_slots), pointer(thresholds), pointer(lists.entries), pointer(lists.epoch),
-        FETCHING_THREADS // LISTS, 0,
+        pointer(prefetch.request_slots), pointer(prefetch.thresholds), pointer(lists.entries),
+        pointer(lists.epoch), FETCHING_THREADS // LISTS, 0,
     )  # fmt: skip
     score_images(images, heads, pages, block_tables, request_rows, context_lens, out, listing)
     return out
 
 
-def quantise_query(
-    query: Tensor,
-    weights: Tensor,
-    begin: tuple[Candidates, Tensor, CandidateLists] | None = None,
-) -> Tensor:
+def quantise_query(query: Tensor, weights: Tensor, begin: LayerPrefetch | None = None) -> Tensor:
     """Rotate and quantise a query as keys are, and fold every factor into the weights.
 
     Args:
         query: [T, H, 128] float32 or bfloat16.
         weights: [T, H] float32.
-        begin: of a prefetch: what it finds, the k-th scores, and lists whose next epoch begins.
+        begin: a prefetch whose outputs are emptied, and whose lists' next epoch begins.
 
     Returns:
         [T, H * 132] uint8: the e4m3 bytes in the order that wgmma reads them (see index_scores.cu),
@@ -253,11 +214,11 @@ def quantise_query(
         query.dtype == torch.bfloat16,
     )  # fmt: skip
     if begin is not None:
-        found, kth_scores, lists = begin
+        found = begin.found
         arguments.most = found.host_slots.shape[1]
         arguments.counts, arguments.host_slots = pointer(found.counts), pointer(found.host_slots)
-        arguments.scores, arguments.kth = pointer(found.scores), pointer(kth_scores)
-        arguments.epoch = pointer(lists.epoch)
+        arguments.scores, arguments.kth = pointer(found.scores), pointer(begin.kth_scores)
+        arguments.epoch = pointer(begin.lists.epoch)
     MODULE.launch(
         "quantise_query", arguments, query.device, blocks=-(-rows * heads // _WARPS),
         beside=begin is not None,
