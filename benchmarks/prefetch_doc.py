@@ -186,22 +186,22 @@ def layer_table() -> str:
         "append_rows": "new rows", "quantise_query": "query quantised",
         "index_scores": "index scores", "prefetching": "index scores that list",
         "fetch_listed": "`fetch_listed`", "topk": "top-k",
-        "make_resident_beside": "`make_resident_beside`", "flash_fwd_splitkv": "FlashMLA",
+        "resident_beside": "recall beside", "flash_fwd_splitkv": "FlashMLA",
     }  # fmt: skip
-    case = next(one for one in load("decode_prefetch")["cases"] if "profile" in one)
+    sides = {
+        f"{shape_of(case)}, {side}": one["layer"]
+        for case in load("decode_prefetch")["cases"]
+        for side, one in case.get("profile", {}).items()
+    }
     rows = []
     for part, words in shown.items():
         cells = []
-        for one in case["profile"].values():
-            spans = [row for row in one["layer"] if part in row["name"]]
-            ends = (
-                f"{row['start_us']:.1f} to {row['start_us'] + row['us']:.1f}" for row in spans[:1]
-            )
-            cells.append("".join(ends))
+        for layer in sides.values():
+            spans = [row for row in layer if part in row["name"]]
+            found = (f"{row['start_us']:.1f} to {row['start_us'] + row['us']:.1f}" for row in spans)
+            cells.append(next(found, ""))
         rows.append([words, *cells])
-    ends = (one["end_of_step_us"] for one in case["profile"].values())
-    rows.append(["after the last layer, once", *("" if us is None else f"{us:.1f}" for us in ends)])
-    return table((f"us, {shape_of(case)}", *case["profile"]), rows)
+    return table(("us", *sides), rows)
 
 
 def scores_table() -> str:

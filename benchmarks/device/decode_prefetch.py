@@ -319,14 +319,13 @@ class Case:
         }
 
     def profile(self, sides: Sequence[str]) -> dict[str, Any]:
-        """A layer's kernels on each stream, and what the end of a step keeps it waiting for."""
+        """A layer's kernels on each stream, side by side."""
         found = {}
         for side in sides:
             kernels = timeline.kernels_of(self.timers[side].decode.engine.step, PROFILED_STEPS)
             rows = timeline.layer_timeline(kernels, "quantise_query", "_rms_norm")
-            ending = timeline.learning(kernels, "_update_thresholds", "_count_useful")
-            found[side] = {"layer": timeline.figures(rows), "end_of_step_us": ending}
-            print(f"-- {self.batch} x {self.context}, {side}: end of a step {ending} us")
+            found[side] = {"layer": timeline.figures(rows)}
+            print(f"-- {self.batch} x {self.context}, {side}")
             for row in rows:
                 print(f"{row.start_us:8.1f} {row.us:7.1f}  {row.stream:4d}  {row.name}")
         return found

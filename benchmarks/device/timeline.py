@@ -88,27 +88,6 @@ def _median(name: str, times: Iterable[Interval]) -> LayerKernel:
     )
 
 
-def learning(kernels: Sequence[Interval], first: str, last: str) -> float | None:
-    """Microseconds that learning keeps the end of a step waiting for, the median over steps.
-
-    Args:
-        kernels: of some steps, by start.
-        first: part of the name of its first kernel besides PyTorch's own.
-        last: part of the name of its last kernel.
-
-    Returns:
-        None where nothing is learnt.
-    """
-    found = []
-    for place, kernel in enumerate(kernels[:-1]):
-        if last in kernel[0]:
-            before = _last(kernels, first, place) - 1
-            while before > 0 and "at::native" in kernels[before][0]:
-                before -= 1
-            found.append(kernels[place + 1][2] - kernels[before][3])
-    return round(statistics.median(found), 1) if found else None
-
-
 def figures(rows: Iterable[LayerKernel]) -> list[dict[str, Any]]:
     """For JSON."""
     return [asdict(row) for row in rows]

@@ -132,11 +132,9 @@ class MLA(Stacked):
         if beside is not None:
             with beside.fork(q_latent, *angles):
                 query = self._absorbed_query(q_latent, angles)
-        asked = None if self.indexer is None else self.indexer.query(x, q_latent, angles)
-        # Now, for what follows leaves SMs idle, unlike the product before.
         context.attention.append(self._layer, latent, k_rope, batch)
-        if self.indexer is not None and asked is not None:
-            index_query, weights = asked
+        if self.indexer is not None:
+            index_query, weights = self.indexer.query(x, q_latent, angles)
             keys = self.indexer.keys(from_hidden[1], angles)
             context.indexer.append(self._index_layer, keys, batch)
             selection = context.indexer.select(self._index_layer, index_query, weights, batch)
