@@ -142,17 +142,19 @@ def test_topk_covers_every_row_within_shared_memory(rows: int, width: int, most:
     assert shared_bytes <= 227 * 1024
 
 
-@pytest.mark.parametrize("rows", [1, 13, 64, 300])
+@pytest.mark.parametrize("rows", [1, 13, 24, 64, 300])
 @pytest.mark.parametrize("k", [1, 64, 2048, 2049])
 @pytest.mark.parametrize("beside", [False, True])
 def test_make_resident_covers_every_entry_with_blocks_that_fit(
     rows: int, k: int, beside: bool
 ) -> None:
-    """One more block appends; beside others a block has an SM for itself, and few SMs have one."""
+    """One more block appends; beside others a block has an SM for itself: of 132 SMs 26 have one, and
+    up to 66 where blocks of 1024 threads would look at one tile after the other."""
     plan = recall.resident_plan(rows, k, 132, beside=beside)
     assert plan.tiles_per_row * plan.lanes * plan.threads // 32 >= k
     assert plan.tiles == rows * plan.tiles_per_row
-    most = 26 if plan.wide else 132 * BLOCKS_PER_SM - 1
+    many = min(rows * -(-k // 1024), 66)
+    most = max(26, many) if plan.wide else 132 * BLOCKS_PER_SM - 1
     assert plan.blocks == min(plan.tiles, most)
     assert plan.wide == (beside and rows * k > 4096)
 

@@ -34,8 +34,9 @@ _WIDE = ("make_resident_beside", "make_many_resident_beside")
 KERNELS = ("make_resident", "make_many_resident", *_WIDE, "gather_rows")
 MODULE = CudaModule("recall", threads=512, others=dict.fromkeys(_WIDE, WIDE_THREADS))
 
-ONE_SM_IN = 5
-"""Of so many SMs, a recall that runs beside other kernels has one for itself."""
+ONE_SM_IN, MOST_IN = 5, 2
+"""Of so many SMs, a recall that runs beside other kernels has one for itself; and at most, where its
+blocks would otherwise look at one tile after the other."""
 
 MOVERS = 4
 """Warps of such a block that move rows, at least, each one row at a time. With many rows in flight
@@ -208,7 +209,10 @@ def resident_plan(
     looked up on all SMs all the same: little of it can be missing.
     """
     wide = beside and rows * k > _FEW_ENTRIES
-    few_sms = max(1, sms // ONE_SM_IN) if wide else sms
+    few_sms = sms
+    if wide:
+        tiles = rows * -(-k // WIDE_THREADS)
+        few_sms = max(1, sms // ONE_SM_IN, min(tiles, sms // MOST_IN))
     most = few_sms if wide else BLOCKS_PER_SM * sms - 1
     threads = WIDE_THREADS if wide else MODULE.threads
     for width in (4, 8, 16, 32) if lanes is None else (lanes,):
