@@ -148,8 +148,8 @@ def test_topk_covers_every_row_within_shared_memory(rows: int, width: int, most:
 def test_make_resident_covers_every_entry_with_blocks_that_fit(
     rows: int, k: int, beside: bool
 ) -> None:
-    """One more block appends; beside others a block has an SM for itself: of 132 SMs 26 have one, and
-    up to 66 where blocks of 1024 threads would look at one tile after the other."""
+    """One more block appends; beside others a block has an SM for itself: 26 of 132 SMs, and up to
+    66 where blocks of 1024 threads would look at one tile after the other."""
     plan = recall.resident_plan(rows, k, 132, beside=beside)
     assert plan.tiles_per_row * plan.lanes * plan.threads // 32 >= k
     assert plan.tiles == rows * plan.tiles_per_row
