@@ -209,14 +209,14 @@ def resident_plan(
     looked up on all SMs all the same: little of it can be missing.
     """
     wide = beside and rows * k > _FEW_ENTRIES
-    few_sms = sms
+    at_once = sms  # tiles, one an SM
     if wide:
         tiles = rows * -(-k // WIDE_THREADS)
-        few_sms = max(1, sms // ONE_SM_IN, min(tiles, sms // MOST_IN))
-    most = few_sms if wide else BLOCKS_PER_SM * sms - 1
+        at_once = max(1, sms // ONE_SM_IN, min(tiles, sms // MOST_IN))
+    most = at_once if wide else BLOCKS_PER_SM * sms - 1
     threads = WIDE_THREADS if wide else MODULE.threads
     for width in (4, 8, 16, 32) if lanes is None else (lanes,):
         plan = ResidentPlan.of(rows, k, width, most, threads, wide=wide)
-        if plan.tiles <= few_sms:
+        if plan.tiles <= at_once:
             break
     return plan
