@@ -87,12 +87,7 @@ class Bench:
                 self._flush.zero_()
                 if last is not None:
                     last()
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                samples[name].append(begin.elapsed_time(end) * 1e3)
+                samples[name].append(common.clock(graph.replay, DEVICE))
         return {name: common.spread(taken) for name, taken in samples.items()}
 
 

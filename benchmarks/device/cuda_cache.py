@@ -108,12 +108,7 @@ def time_interleaved(
         for name, graph in graphs.items():
             prepare()
             bench._flush.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples[name].append(begin.elapsed_time(end) * 1e3)
+            samples[name].append(common.clock(graph.replay, bench._flush.device))
     return {name: common.spread(taken) for name, taken in samples.items()}
 
 

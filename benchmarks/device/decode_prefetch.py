@@ -39,6 +39,7 @@ import wandering  # benchmarks/device/wandering.py
 from torch import Tensor
 
 from echokv.bench import decode_report, report
+from echokv.bench.around_indexer import AroundIndexer
 from echokv.bench.decode import StepTimer, spread
 from echokv.bench.decode_engine import DecodeEngine, LoadedModel, PoolSizes, SharedRows
 from echokv.bench.decode_preset import preset_config
@@ -88,7 +89,7 @@ SMALL = Scale(
 )
 
 
-class WanderingSelector:
+class WanderingSelector(AroundIndexer):
     """An indexer that is asked with queries of its own.
 
     Args:
@@ -112,8 +113,8 @@ class WanderingSelector:
         *,
         given: bool,
     ) -> None:
-        self.topk = exact.topk
-        self.exact = exact
+        super().__init__(exact)
+        self.pages = exact.pages
         self._heads = heads
         self._queries = queries.bfloat16()
         steps, layers, rows, _ = queries.shape
@@ -131,21 +132,17 @@ class WanderingSelector:
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """See `Indexer`; queries and predictions of the step."""
-        self.exact.begin_pass(batch)
+        super().begin_pass(batch)
         self._query = self.query(self.steps)
         self._ones = torch.ones(batch.num_tokens, self._heads, device=self.steps.device)
         torch.index_select(self.predictions, 0, self.steps, out=self._target.view(1, -1))
         self.steps.add_(1)
 
-    def append(self, index_layer: int, keys: Tensor, batch: ForwardBatch) -> None:
-        """See `Indexer`."""
-        self.exact.append(index_layer, keys, batch)
-
     def select(
         self, index_layer: int, query: Tensor, weights: Tensor, batch: ForwardBatch
     ) -> Selection:
         """See `Indexer`; by the step's query, all heads weighing one."""
-        return self.exact.select(index_layer, self._query[index_layer], self._ones, batch)
+        return self._exact.select(index_layer, self._query[index_layer], self._ones, batch)
 
 
 class WanderingEngine(DecodeEngine):
@@ -228,7 +225,7 @@ def ranked_predictions(decode: WanderingEngine, context: int) -> dict[str, Tenso
     }
     for step in range(steps):
         query = wandering.query(torch.tensor([step], device=device))
-        for layer, pages in enumerate(wandering.exact.pages):
+        for layer, pages in enumerate(wandering.pages):
             scores = kernels.index_scores(
                 query[layer, : len(running)],
                 torch.ones(len(running), query.shape[2], device=device),

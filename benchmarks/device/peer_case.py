@@ -118,16 +118,12 @@ class Case(ahead.Case):
 
     def _put(self, layer: int, generator: torch.Generator) -> None:
         """Have the layer's mappings and priorities say what is held, in slots of any order."""
-        manager, held = self.world.manager, self.held[layer]
-        state, slots = manager.state.layer(layer), self.batch_size * self.hot
+        state, held = self.world.manager.state, self.held[layer]
+        slots = self.batch_size * self.hot
         places = torch.randperm(slots, generator=generator, device=self.world.device).int()
-        owners = held.host_slots.flatten()
-        state.host_to_device.fill_(-1)
-        state.host_to_device[owners.long()] = places
-        state.device_to_host[places.long()] = owners
-        state.device_free.fill_(0)
+        self.world.put(layer, held.host_slots.flatten(), places)
         ages = held.ages.flatten().int()
-        state.priority[places.long()] = (manager.state.floor - 8 * ages).clamp(min=0)
+        state.layer(layer).priority[places.long()] = (state.floor - 8 * ages).clamp(min=0)
         self._places[layer] = places.view_as(held.host_slots)
 
     def restore(self, kind: str, learnt: Predictions | None) -> None:
@@ -137,15 +133,13 @@ class Case(ahead.Case):
             kind: a variant of ours.
             learnt: what limits budgets; None: nothing is known.
         """
-        manager, predictions = self.world.manager, self.world.predictions
-        for name, value in vars(manager.state).items():
+        predictions = self.world.predictions
+        for name, value in vars(self.world.manager.state).items():
             value.copy_(self._saved[name])
         if kind in self.thresholds:
             predictions.thresholds[:, : self.batch_size] = self.thresholds[kind]
             ahead.recall_limits(predictions, learnt)
-        if manager._ready is not None:
-            manager._ready.forget()  # the pool isn't what it was listed from
-        manager.begin_step()
+        self.world.begin_step()
 
     def bring_rows(self) -> None:
         """Copy the rows that are held to where they are said to be; a check needs them."""

@@ -29,6 +29,7 @@ from peer_case import Case, bring  # benchmarks/device/peer_case.py
 from sglang_kernels import HiSparse, TopK  # benchmarks/device/sglang_kernels.py
 from torch import Tensor
 
+import cache as common  # benchmarks/device/cache.py
 from echokv.indexer.threshold import Predictions
 from echokv.kernels.reference.index_keys import quantise_ue8m0, rotate
 
@@ -203,7 +204,7 @@ class Round:
                 self._peer.bring_rows()
             tokens = self._peer.tokens()
             others()
-            us = turns.clock(self._theirs, device)
+            us = common.clock(self._theirs, device)
             swapped = int((self._peer.tokens() != tokens).sum())
             if check:
                 self.others = max(self.others, self._peer.check())
@@ -216,8 +217,8 @@ class Round:
             case.bring_rows()
         before = case.world.manager.counters()
         others()
-        us = turns.clock(replay, device)
-        end = turns.clock(finish, device)
+        us = common.clock(replay, device)
+        end = common.clock(finish, device)
         if name != "off":
             self._learnt[name] = copy.deepcopy(case.world.predictions)
         pairs = list(zip(before, case.world.manager.counters(), strict=True))

@@ -25,7 +25,6 @@ import argparse
 import copy
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -133,6 +132,26 @@ class World:
                 self.kernels.write_index_keys(keys, slots.to(self.device), layer, fmt)
         return pages
 
+    def put(self, layer: int, owners: Tensor, places: Tensor) -> None:
+        """Have a layer's mappings say that these host slots are in these device slots, all it has.
+
+        Args:
+            layer: which.
+            owners: [N_G] int32 host slots.
+            places: [N_G] int32 device slots, each once.
+        """
+        state = self.manager.state.layer(layer)
+        state.host_to_device.fill_(-1)
+        state.host_to_device[owners.long()] = places
+        state.device_to_host[places.long()] = owners
+        state.device_free.fill_(0)
+
+    def begin_step(self) -> None:
+        """Begin a step over a pool that isn't what victims were listed from."""
+        if self.manager._ready is not None:
+            self.manager._ready.forget()
+        self.manager.begin_step()
+
 
 class Case:
     """One shape of a world: fixed inputs that graphs read, and a cache state before each replay."""
@@ -203,9 +222,7 @@ class Case:
             absent = self._absent(hit, slots.shape[1], generator, near)
             self._fill(layer, slots[~absent], generator)
             missing.append(slots[:, : world.sizes.topk][absent[:, : world.sizes.topk]])
-        if world.manager._ready is not None:
-            world.manager._ready.forget()  # the pool isn't what it was listed from
-        world.manager.begin_step()
+        world.begin_step()
         return missing
 
     def _ranked(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -235,10 +252,7 @@ class Case:
         others = torch.arange(slots - resident.shape[0], device=world.device) + world.tokens
         owners = torch.cat([resident, others.to(torch.int32)])
         places = torch.randperm(slots, generator=generator, device=world.device).to(torch.int32)
-        state.host_to_device.fill_(-1)
-        state.host_to_device[owners.long()] = places
-        state.device_to_host[places.long()] = owners
-        state.device_free.fill_(0)
+        world.put(layer, owners, places)
         # Those of the contexts were selected lately, the others long ago.
         steps = torch.randint(4, 40, (slots,), generator=generator, device=world.device)
         steps[places[: resident.shape[0]].long()] %= 4
@@ -302,16 +316,7 @@ def graphs_of(case: Case, indexer: Indexer) -> tuple[Callable[[], None], Any, Ca
 def microseconds(replay: Callable[[], None], flush: Tensor) -> float:
     """One replay with a cold L2."""
     flush.zero_()
-    if flush.device.type != "cuda":
-        start = time.perf_counter()
-        replay()
-        return (time.perf_counter() - start) * 1e6
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3
+    return common.clock(replay, flush.device)
 
 
 def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:

@@ -93,9 +93,7 @@ class PrefillCase(decode.Case):
             chosen = selection.host_slots.flatten()
             wanted[chosen[chosen >= 0].long()] = True
             missing.append(absent[wanted[absent.long()]])
-        if world.manager._ready is not None:  # what was listed is no longer true
-            world.manager._ready.forget()
-        world.manager.begin_step()
+        world.begin_step()
         return missing
 
     def _split(

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from echokv.bench.decode_step import record_kernels
+
 NAME_CHARS = 70
 """Of a kernel's name: templates go on for ever."""
 
@@ -38,15 +40,9 @@ def kernels_of(run: Callable[[], Any], steps: int) -> list[Interval]:
         run: one step.
         steps: how many.
     """
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(steps):
-            run()
-        torch.cuda.synchronize()
     found = [
         (event.name, event.device_resource_id, event.time_range.start, event.time_range.end)
-        for event in recorded.events()
+        for event in record_kernels(run, steps).events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
     return sorted(found, key=lambda kernel: kernel[2])

@@ -5,7 +5,6 @@ find in the caches what the first has left there.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -46,20 +45,6 @@ def order(names: Iterable[str], round_: int) -> list[str]:
     return turned[::-1] if round_ % 2 else turned
 
 
-def clock(run: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of a graph's replay, or of anything else on the current stream."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return (time.perf_counter() - start) * 1e6
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3
-
-
 def spread(taken: list[float]) -> dict[str, float]:
     """Median, percentiles and mean."""
     return common.spread(taken) | {"mean": statistics.fmean(taken)}
@@ -91,7 +76,7 @@ def in_turns(
         prepare()
         for name in order(graphs, round_):
             others()
-            us = clock(graphs[name].replay, torch.device("cuda"))
+            us = common.clock(graphs[name].replay, torch.device("cuda"))
             if round_ >= 0:
                 samples[name].append(us / share)
     return {name: spread(taken) for name, taken in samples.items()}

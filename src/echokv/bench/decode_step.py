@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from echokv.attention.context import ForwardContext
 from echokv.attention.sparse_mla import SparseAttention
@@ -100,6 +101,21 @@ def _batch(items: list[ScheduledRequest], device: torch.device, tile: int | None
     )
 
 
+def record_kernels(run: Callable[[], object], steps: int) -> profile:
+    """What the GPU did in some steps.
+
+    Args:
+        run: one step.
+        steps: how many.
+    """
+    recorded = profile(activities=[ProfilerActivity.CUDA])
+    with recorded:
+        for _ in range(steps):
+            run()
+        torch.cuda.synchronize()
+    return recorded
+
+
 def kernel_times(run: Callable[[], None], steps: int) -> list[tuple[str, float, float]]:
     """Where a step's time on the GPU goes, by kernel: (name, us a step, launches a step).
 
@@ -107,14 +123,8 @@ def kernel_times(run: Callable[[], None], steps: int) -> list[tuple[str, float, 
         run: one step.
         steps: how many to average over.
     """
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(steps):
-            run()
-        torch.cuda.synchronize()
     totals = [
         (event.key, event.self_device_time_total / steps, event.count / steps)
-        for event in recorded.key_averages()
+        for event in record_kernels(run, steps).key_averages()
     ]
     return sorted((one for one in totals if one[1] > 0), key=lambda one: -one[1])
