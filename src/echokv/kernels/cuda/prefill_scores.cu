@@ -76,10 +76,15 @@ DEVICE void bring_queries(const PrefillArguments& a, const InterArguments* prefe
   const u32 stage = work.sequence % QUERY_STAGES, rows = work.segment.rows;
   Barrier *full = &shared->query_full[stage], *empty = &shared->query_empty[stage];
   barrier_wait(PREFETCH ? &shared->flushed[stage] : empty, work.sequence / QUERY_STAGES % 2 ^ 1);
-  if (lane < rows) shared->tokens[stage][lane] = tokens_of(a.rows.contexts, row + lane);
-  if (PREFETCH && lane == 0) shared->shifts[stage] = prefetch->shifts[a.rows.requests[row]];
-  __syncwarp();
+  const u32 tokens = lane < rows ? tokens_of(a.rows.contexts, row + lane) : 0;
+#pragma unroll
+  for (u32 i = 0; i < TILE_ROWS; i++) {
+    // By the lane that announces them.
+    const u32 of_row = __shfl_sync(ALL_LANES, tokens, i);
+    if (lane == 0) shared->tokens[stage][i] = of_row;
+  }
   if (lane != 0) return;
+  if (PREFETCH) shared->shifts[stage] = prefetch->shifts[a.rows.requests[row]];
   // For groups that get no unit of this work.
   for (u32 idle = smaller(work.units, GROUPS) * GROUP_WARPS; idle < SCORING_WARPS; idle++)
     barrier_arrive(empty);
@@ -129,12 +134,14 @@ DEVICE void bring(const PrefillArguments& a, const InterArguments* prefetch, Sha
     bring_queries<HEADS, PREFETCH>(a, prefetch, shared, work, row, lane);
     count = bring_pages(a, shared, work, row, count, lane);
   });
-  if (lane != 0) return;
   for (u32 end = count + GROUPS; count < end; count++) {
-    const u32 stage = count % STAGES;
-    barrier_wait(&shared->page_empty[stage], count / STAGES % 2 ^ 1);
-    shared->notes[stage] = {0, 0, 0, 0};
-    barrier_arrive(&shared->page_full[stage]);
+    if (lane == 0) {
+      const u32 stage = count % STAGES;
+      barrier_wait(&shared->page_empty[stage], count / STAGES % 2 ^ 1);
+      shared->notes[stage] = {0, 0, 0, 0};
+      barrier_arrive(&shared->page_full[stage]);
+    }
+    __syncwarp();
   }
 }
 
