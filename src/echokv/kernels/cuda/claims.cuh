@@ -17,7 +17,8 @@
 // - a place on the list is handed out once, and a slot is on it once: nobody shares a victim;
 // - priorities only rise while rows are taken in (atomic maxima), so who was passed over stays;
 // - settle() may run only when every row that must not leave in this step, as far as this kernel
-//   knows of them, has been raised to the floor: make_resident puts a grid barrier between;
+//   knows of them, has been raised to the floor: make_resident puts a grid barrier between, but
+//   where a new row takes a free slot, which no row is in;
 // - a slot's new owner has at least the floor as its priority, so it isn't taken a second time;
 // - a step begins with as many names as it may take and touch, or with all slots on a new list, so
 //   the list can end only where the rows of one step exceed the pool: then the mapping is published
@@ -94,9 +95,10 @@ DEVICE i32 used_since(const Layer& layer, i32 floor) {
 }
 
 // Give the victim's slot, or the next one's that may leave, to a claimed row. False: none is left.
+// A free slot hasn't been used: its priority is -1.
 DEVICE bool settle(const Layer& layer, Victim* victim, i32 host_slot, i32 level, i32 floor) {
   const i32 used = used_since(layer, floor);
-  while (victim->slot >= 0 && load_shared_value(layer.priority + victim->slot) >= used)
+  while (victim->owner >= 0 && load_shared_value(layer.priority + victim->slot) >= used)
     *victim = name_victim(layer, take_names(layer, 1));
   const i32 slot = victim->slot;
   if (slot >= 0) {
