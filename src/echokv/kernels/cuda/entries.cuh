@@ -3,9 +3,9 @@
 // A thread has one entry of a tile, with a priority: the step, then the place of its score within
 // its row's range, which each of the row's blocks finds for itself. An entry that is found is
 // protected, and its answer is known. An absent one is claimed: by this thread, whose block then
-// moves the row, by another, or, if the row is new, by anybody for who appends it; the last two wait
-// for the claim's slot (`follow`). Until its row is moved or waited for, an entry of any but a
-// block's first tile lies packed where its answer will be.
+// moves the row, by another, or, if the row is new, by anybody for who appends it; the last two
+// wait for its slot (`follow`). Until its row is moved or waited for, an entry of any but a block's
+// first tile lies packed where its answer will be.
 #pragma once
 #include "append.cuh"
 

@@ -5,9 +5,9 @@
 // claims them in the mapping and tells the grid that it has looked; then its warps, which share
 // these rows evenly, send for the first of them, and it takes the next names off the ready list,
 // while it waits for the rest of the grid, since a row that somebody else selects must not leave.
-// Blocks that have claimed nothing don't wait for the grid, only for the rows that others have
-// claimed. Blocks move their rows in the order of addresses, roughly: reads that all blocks do at the
-// same time then share translations of addresses. What has to be in order is in order by the barrier
+// Blocks that have claimed nothing don't wait for the grid, only for rows that others have claimed.
+// Blocks move their rows in the order of addresses, roughly: reads that all blocks do at the same
+// time then share translations of addresses. What has to be in order is in order by the barrier
 // alone: priorities only ever rise while a selection is made resident, so that they are raised by
 // atomic maxima, and a mapping carries its whole message.
 //
@@ -73,8 +73,8 @@ struct Tiles {
   u32 first, last, step;
 };
 
-// Give slots to what the block has claimed, when the grid has looked, and move the rows. `mine` is of
-// the first tile, and `at` how many claims of its stretch were before it.
+// Give slots to what the block has claimed, when the grid has looked, and move the rows. `mine` is
+// of the first tile, and `at` how many claims of its stretch were before it.
 template <u32 THREADS, bool ONE_TILE>
 DEVICE void bring_claims(const ResidentArguments& a, RecallShared<THREADS>* shared,
                          const Tiles& tiles, Entry mine, u32 at, u32 arrived, i32 floor,
