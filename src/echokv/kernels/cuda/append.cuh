@@ -80,17 +80,18 @@ DEVICE void append_block(const Layer& layer, const NewRows& a, u32 first, bool a
   if (thread == 0) shared->written = shared->evicted = shared->allocated = shared->touched = 0;
   block_sync();
 
-  const i32 floor = *layer.floor, used = used_since(layer, floor);
+  const i32 floor = *layer.floor;
+  const ReadyList list = ready_list(layer, floor);
   const i32 host_slot = thread < rows.count ? a.host_slots[first + thread] : NONE;
   const u32 guess = u32(load_shared_value(layer.cursor + TAKEN)) + thread;
   const i32 found = host_slot >= 0 ? load_shared_value(layer.host_to_device + host_slot) : NONE;
   const bool missing = host_slot >= 0 && found < 0;
   Victim victim = {ALL_LANES, NONE, NONE};
-  if (host_slot >= 0) victim = name_victim(layer, guess);
+  if (host_slot >= 0) victim = name_victim(layer, list, guess);
   i32 before = floor;  // its priority
   if (found >= 0) before = atomicMax(layer.priority + found, floor);
   const u32 absent = __ballot_sync(ALL_LANES, missing);
-  const u32 touched = __ballot_sync(ALL_LANES, before < used);
+  const u32 touched = __ballot_sync(ALL_LANES, before < list.used);
   if (lane == 0) shared->absent[warp] = __popc(absent);
   if (lane == 0 && touched != 0) atomicAdd(&shared->touched, __popc(touched));
   block_sync();  // every row that is there is protected
@@ -109,13 +110,13 @@ DEVICE void append_block(const Layer& layer, const NewRows& a, u32 first, bool a
   i32 slot = found;
   bool settled = false;
   if (missing) {
-    if (victim.place != shared->place + nth) victim = name_victim(layer, shared->place + nth);
+    if (victim.place != shared->place + nth) victim = name_victim(layer, list, shared->place + nth);
     // A free slot is taken at once: no row in it can be found, nor has it been used. For another to
     // be passed over or unmapped, or for the row to be absent after all, all blocks must have looked:
     // until then the other's row may be found, and this one be claimed by those who will follow it.
     if (victim.slot < 0 || victim.owner >= 0) {
       if (!alone) grid_wait(layer.barrier, shared->arrived);
-      pass_over_used(layer, &victim, floor);
+      pass_over_used(layer, list, &victim);
     }
     settled = give_slot(layer, victim, host_slot, floor);
     slot = victim.slot;

@@ -78,9 +78,20 @@ DEVICE u32 take_names(const Layer& layer, u32 count) {
   return u32(atomicAdd(layer.cursor + TAKEN, i32(count)));
 }
 
-DEVICE Victim name_victim(const Layer& layer, u32 place) {
+// What stays as it is while rows are taken in, kept where no acquiring load makes it be read again.
+struct ReadyList {
+  u32 names;  // their number
+  i32 used;   // the priority from which on a slot has been used since it was listed
+};
+
+DEVICE ReadyList ready_list(const Layer& layer, i32 floor) {
+  const i32 since = layer.cursor[SINCE];
+  return {u32(layer.cursor[LISTED]), since < floor ? since : floor};
+}
+
+DEVICE Victim name_victim(const Layer& layer, const ReadyList& list, u32 place) {
   Victim victim = {place, NONE, NONE};
-  if (place < u32(layer.cursor[LISTED])) victim.slot = layer.ready[place];
+  if (place < list.names) victim.slot = layer.ready[place];
   if (victim.slot >= 0) {
     victim.owner = layer.device_to_host[victim.slot];
     fetch_line(layer.priority + victim.slot);  // which settle() looks at
@@ -88,17 +99,10 @@ DEVICE Victim name_victim(const Layer& layer, u32 place) {
   return victim;
 }
 
-// The priority from which on a slot has been used since it was listed.
-DEVICE i32 used_since(const Layer& layer, i32 floor) {
-  const i32 since = layer.cursor[SINCE];
-  return since < floor ? since : floor;
-}
-
 // The victim, or the next one on the list that hasn't been used since it was listed.
-DEVICE void pass_over_used(const Layer& layer, Victim* victim, i32 floor) {
-  const i32 used = used_since(layer, floor);
-  while (victim->slot >= 0 && load_shared_value(layer.priority + victim->slot) >= used)
-    *victim = name_victim(layer, take_names(layer, 1));
+DEVICE void pass_over_used(const Layer& layer, const ReadyList& list, Victim* victim) {
+  while (victim->slot >= 0 && load_shared_value(layer.priority + victim->slot) >= list.used)
+    *victim = name_victim(layer, list, take_names(layer, 1));
 }
 
 // Give the victim's slot to a row. False: there is none.
@@ -115,8 +119,9 @@ DEVICE bool give_slot(const Layer& layer, const Victim& victim, i32 host_slot, i
 }
 
 // Give the victim's slot, or the next one's that may leave, to a claimed row. False: none is left.
-DEVICE bool settle(const Layer& layer, Victim* victim, i32 host_slot, i32 level, i32 floor) {
-  pass_over_used(layer, victim, floor);
+DEVICE bool settle(const Layer& layer, const ReadyList& list, Victim* victim, i32 host_slot,
+                   i32 level) {
+  pass_over_used(layer, list, victim);
   return give_slot(layer, *victim, host_slot, level);
 }
 

@@ -132,7 +132,8 @@ DEVICE Entry entry_of(const ResidentArguments& a, u32 tile, u32 thread) {
 }
 
 template <u32 THREADS>
-DEVICE Entry unpack(const ResidentArguments& a, u32 tile, u32 thread, i32 floor) {
+DEVICE Entry unpack(const ResidentArguments& a, const ReadyList& list, u32 tile, u32 thread,
+                    i32 floor) {
   Entry entry = entry_of<THREADS>(a, tile, thread);
   if (entry.host_slot < 0) return entry;
   const i32 state = a.device_slots[entry.index];
@@ -142,7 +143,7 @@ DEVICE Entry unpack(const ResidentArguments& a, u32 tile, u32 thread, i32 floor)
     entry.level = floor + i32(packed & SCORE_LEVELS);
     entry.mine = place < LATE;
     entry.appended = place == NEW;
-    if (entry.mine) entry.victim = name_victim(a.layer, place);
+    if (entry.mine) entry.victim = name_victim(a.layer, list, place);
   }
   return entry;
 }

@@ -77,13 +77,13 @@ struct Tiles {
 // of the first tile, and `at` how many claims of its stretch were before it.
 template <u32 THREADS, bool ONE_TILE>
 DEVICE void bring_claims(const ResidentArguments& a, RecallShared<THREADS>* shared,
-                         const Tiles& tiles, Entry mine, u32 at, u32 arrived, i32 floor,
-                         u32 thread) {
+                         const Tiles& tiles, Entry mine, u32 at, u32 arrived,
+                         const ReadyList& list, i32 floor, u32 thread) {
   const u32 lane = thread % WARP, warp = thread / WARP;
   u32 claims = place_claim(a, shared, mine, &at, lane);
   if (thread == WARP && claims != 0) shared->place = take_names(a.layer, claims);
   block_sync();
-  if (mine.mine) mine.victim = name_victim(a.layer, shared->place + at);
+  if (mine.mine) mine.victim = name_victim(a.layer, list, shared->place + at);
   if (thread == 0) grid_wait(a.layer.barrier, arrived);
   // From now on other loads wait behind those of rows.
   RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
@@ -100,13 +100,13 @@ DEVICE void bring_claims(const ResidentArguments& a, RecallShared<THREADS>* shar
       block_sync();  // the claims before are moved
       if (thread < STRETCHES) shared->claims[thread] = 0;
       block_sync();
-      entry = unpack<THREADS>(a, tile, thread, floor);
+      entry = unpack<THREADS>(a, list, tile, thread, floor);
       at = count_claim(a, shared, entry);
       block_sync();
       claims = place_claim(a, shared, entry, &at, lane);
     }
     const bool settled =
-        entry.mine && settle(a.layer, &entry.victim, entry.host_slot, entry.level, floor);
+        entry.mine && settle(a.layer, list, &entry.victim, entry.host_slot, entry.level);
     if (entry.mine) a.device_slots[entry.index] = shared->device_slots[at] = entry.victim.slot;
     const u32 recalled = __popc(__ballot_sync(ALL_LANES, entry.mine));
     const u32 allocated = __popc(__ballot_sync(ALL_LANES, settled));
@@ -139,7 +139,8 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   // Most of the priorities' lines will be wanted when the lookups are done.
   const u32 line = (block * THREADS + thread) * LINE_SLOTS;
   if (line < u32(a.layer.slots)) fetch_line(a.layer.priority + line);
-  const i32 floor = *a.layer.floor, used = used_since(a.layer, floor);
+  const i32 floor = *a.layer.floor;
+  const ReadyList list = ready_list(a.layer, floor);
   const NewSlots new_slots = load_new_slots(a, lane);
   if (thread < STRETCHES) shared->claims[thread] = 0;
   if (thread == 0) {
@@ -161,7 +162,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     // Nothing before this needs `found`, which is on its way meanwhile.
     entry.level = floor + level_of(score, range_of_row<THREADS>(extremes, shared, thread));
     claim_entry(a, &entry, found, new_slots);
-    protect(a, entry, found, floor, used, shared, lane);
+    protect(a, entry, found, floor, list.used, shared, lane);
     claimed = claimed || entry.mine;
     follows = follows || (entry.missing && !entry.mine);
     if (ONE_TILE || tile == block) {
@@ -186,11 +187,12 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     add_total(a.layer.totals, HITS, shared->hits);
     count_touched(a.layer, shared->touched);
   }
-  if (claimed) bring_claims<THREADS, ONE_TILE>(a, shared, tiles, mine, at, arrived, floor, thread);
+  if (claimed)
+    bring_claims<THREADS, ONE_TILE>(a, shared, tiles, mine, at, arrived, list, floor, thread);
   if (!__any_sync(ALL_LANES, follows)) return;
   for (u32 tile = block; tile < tiles.last; tile += blocks) {
     const Entry entry =
-        ONE_TILE || tile == block ? mine : unpack<THREADS>(a, tile, thread, floor);
+        ONE_TILE || tile == block ? mine : unpack<THREADS>(a, list, tile, thread, floor);
     follow(a, entry, floor, lane);
   }
 }
