@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -64,6 +65,7 @@ struct Grid {
   ucontext_t scheduler;
   Fiber* now = nullptr;
   u64 tick = 0, ticks = 0;  // what the clock says, and by how much more each time
+  u32 first;  // block of a second kernel that runs at the same time
 };
 inline Grid* grid = nullptr;
 
@@ -110,9 +112,10 @@ inline bool block_barrier(bool flag) {
 }
 
 inline void launch(u32 blocks, u32 threads, u32 cluster, size_t shared, u32 seed,
-                   std::function<void()> body, u64 tick = 0) {
+                   std::function<void()> body, u64 tick = 0, u32 first = ~0u) {
   Grid mine;
   mine.tick = tick;
+  mine.first = first < blocks ? first : blocks;
   mine.blocks = blocks, mine.threads = threads, mine.cluster = cluster;
   mine.body = body;
   mine.random.seed(seed);
@@ -169,8 +172,14 @@ DEVICE u8* shared_memory() {
                                16);
 }
 DEVICE u32 thread_index() { return emulated::grid->now->thread; }
-DEVICE u32 block_index() { return emulated::grid->now->block; }
-DEVICE u32 grid_size() { return emulated::grid->blocks; }
+DEVICE bool is_second_kernel() { return emulated::grid->now->block >= emulated::grid->first; }
+DEVICE u32 block_index() {
+  return emulated::grid->now->block - (is_second_kernel() ? emulated::grid->first : 0);
+}
+DEVICE u32 grid_size() {
+  const u32 first = emulated::grid->first;
+  return is_second_kernel() ? emulated::grid->blocks - first : first;
+}
 DEVICE void block_sync() { emulated::block_barrier(false); }
 DEVICE bool block_any(bool flag) { return emulated::block_barrier(flag); }
 
@@ -273,6 +282,12 @@ DEVICE void store_shared_value(i32* to, i32 value) {
   *to = value;
   emulated::maybe_yield();
 }
+DEVICE void add_released(u32* to, u32 value) { atomicAdd(to, value); }
+DEVICE u32 or_acquiring(u32* to, u32 value) { return atomicOr(to, value); }
+DEVICE u32 load_acquiring(const u32* from) {
+  emulated::yield();  // waited on
+  return *from;
+}
 DEVICE u32 load_from_block(const u32* from) {
   emulated::yield();  // waited on
   return *from;
@@ -303,6 +318,35 @@ DEVICE void copy_word_async(void* to_shared, const void* from) {
   std::memcpy(to_shared, from, 4);
 }
 DEVICE void async_wait() {}
+
+// Bulk copies happen when they are waited for: whoever looks before sees what was there. A barrier
+// is the number of copies that have come, each of which ends a phase.
+typedef u64 Barrier;
+struct BulkCopy {
+  void* to;
+  const void* from;
+  u32 bytes;
+};
+inline std::map<Barrier*, BulkCopy> bulk_copies;
+DEVICE void barrier_init(Barrier* barrier, u32) { *barrier = 0; }
+DEVICE void barrier_init_done() {}
+DEVICE void barrier_arrive_expecting(Barrier*, u32) {}
+DEVICE void copy_to_shared(void* to, const void* from, u32 bytes, Barrier* barrier) {
+  if (reinterpret_cast<u64>(to) % 16 != 0 || reinterpret_cast<u64>(from) % 16 != 0) std::abort();
+  if (bytes % 16 != 0 || bulk_copies.count(barrier) != 0) std::abort();
+  bulk_copies[barrier] = {to, from, bytes};
+  emulated::maybe_yield();
+}
+DEVICE void barrier_wait(Barrier* barrier, u32 parity) {
+  emulated::maybe_yield();
+  const auto copy = bulk_copies.find(barrier);
+  if (copy != bulk_copies.end()) {
+    std::memcpy(copy->second.to, copy->second.from, copy->second.bytes);
+    bulk_copies.erase(copy);
+    ++*barrier;
+  }
+  if ((*barrier & 1) == parity) std::abort();  // nothing has been sent for
+}
 DEVICE void store_whole(void* to, Words words) {
   store_words(to, words);
   emulated::maybe_yield();

@@ -58,7 +58,7 @@ static void kernel(const Arguments& a) {
   const Share share = share_of(contexts, block_index(), grid_size(), lane);
   block_sync();
   if (warp >= a.scoring) {
-    fetch_list(a.listed, thread - a.scoring * WARP);
+    fetch_list(a.listed, shared_memory() + LINE, thread - a.scoring * WARP);
     return;
   }
   if (thread == 0) {
@@ -193,9 +193,29 @@ void run_inter_late(u32 blocks, u32 seed, const InterArguments* a) {
   emulated::launch(blocks, 2 * WARP, 1, 2 * sizeof(WaveNotes), seed,
                    [=] { inter::fetch_late(*a); });
 }
+static u32 prefetching_shared_bytes(const prefetching::Arguments& a) {
+  static_assert(sizeof(prefetching::Shared) <= LINE, "what fetching warps want comes next");
+  return LINE + LISTED_THREADS / WARP * landing_bytes(a.listed.prefetch.layer.row_bytes);
+}
 void run_prefetch(u32 blocks, u32 seed, u32 tick, const prefetching::Arguments* a) {
-  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1, sizeof(prefetching::Shared),
+  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1, prefetching_shared_bytes(*a),
                    seed, [=] { prefetching::kernel(*a); }, tick);
+}
+// Both at the same time, of as many threads a block; the second comes when its threads have paused
+// so often.
+void run_prefetch_beside_recall(u32 blocks, u32 recalling, u32 shared, u32 seed, u32 pauses,
+                                const prefetching::Arguments* a,
+                                const recall::ResidentArguments* resident) {
+  const u32 threads = a->scoring * WARP + LISTED_THREADS, fetching = prefetching_shared_bytes(*a);
+  if (threads != recall::WIDE_THREADS) std::abort();
+  emulated::launch(
+      blocks + recalling, threads, 1, shared > fetching ? shared : fetching, seed,
+      [=] {
+        if (!is_second_kernel()) return prefetching::kernel(*a);
+        for (u32 i = 0; i < pauses; i++) pause();
+        recall::make_many_resident_beside(*resident);
+      },
+      0, blocks);
 }
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {
   emulated::launch(blocks, TOPK_THREADS, cluster, shared, seed, [=] { topk(*arguments); });

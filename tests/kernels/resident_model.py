@@ -42,6 +42,7 @@ class LayerUnderTest:
             self.device_rows[slot] = host_rows[owner].to(device)
         self.cursor = torch.zeros(CURSOR, dtype=torch.int32, device=device)
         self.barrier = torch.zeros(1, dtype=torch.int32, device=device)
+        self.gate = torch.zeros(1, dtype=torch.int32, device=device)
         self.totals = torch.zeros(TOTALS, dtype=torch.int64, device=device)
 
     def layer(self, floor: int) -> FusedLayer:
@@ -53,6 +54,7 @@ class LayerUnderTest:
             ready=self.tensors.slot_buffer,
             cursor=self.cursor,
             barrier=self.barrier,
+            gate=self.gate,
             totals=self.totals.zero_(),
             host_rows=self.host_rows,
             device_rows=self.device_rows,

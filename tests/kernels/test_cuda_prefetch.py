@@ -230,6 +230,6 @@ def fused_layer_of(manager: CacheManager, host: HostPool, totals: torch.Tensor) 
     return FusedLayer(
         floor=state.floor, device_free=layer.device_free, priority=layer.priority,
         device_to_host=layer.device_to_host, host_to_device=layer.host_to_device,
-        ready=layer.slot_buffer, cursor=ready._cursors[0], barrier=ready._barrier,
+        ready=layer.slot_buffer, cursor=ready._cursors[0], barrier=ready._barrier, gate=ready._gate,
         totals=totals[0], host_rows=host.rows[0], device_rows=manager.rows(0),
     )  # fmt: skip

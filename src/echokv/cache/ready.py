@@ -43,6 +43,7 @@ class ReadyLists:
         device = state.priority.device
         self._cursors = torch.zeros((state.num_layers, CURSOR), dtype=torch.int32, device=device)
         self._barrier = torch.zeros(1, dtype=torch.int32, device=device)
+        self._gate = torch.zeros(1, dtype=torch.int32, device=device)
         self.scratch = torch.empty(state.device_slots, dtype=torch.int32, device=device)
         """[N_G] int32: what the other ops may use as their slot_buffer."""
 
@@ -79,6 +80,7 @@ class ReadyLists:
         *,
         new_rows: NewRows | None = None,
         beside: bool = False,
+        fetching: bool = False,
     ) -> Tensor:
         """[T, k] int32 device slots; what was missing has taken the first names on the list.
 
@@ -88,10 +90,17 @@ class ReadyLists:
             scores: [T, k] float32.
             new_rows: of this layer, appended first; at most MOST_NEW_ROWS.
             beside: other kernels run at the same time.
+            fetching: one of them may fetch rows of this layer.
         """
         device_slots = torch.empty_like(host_slots)
         self._fused.make_resident(
-            host_slots, scores, self.use(layer), device_slots, new_rows=new_rows, beside=beside
+            host_slots,
+            scores,
+            self.use(layer),
+            device_slots,
+            new_rows=new_rows,
+            beside=beside,
+            fetching=fetching,
         )
         return device_slots
 
@@ -117,6 +126,7 @@ class ReadyLists:
             ready=state.slot_buffer,
             cursor=self._cursors[index],
             barrier=self._barrier,
+            gate=self._gate,
             totals=self._totals[index],
             host_rows=self._host_pool.rows[index],
             device_rows=self._device_pool.rows[index],

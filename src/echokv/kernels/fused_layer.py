@@ -38,6 +38,7 @@ class FusedLayer:
     ready: Tensor  # [N_G] int32: who leaves first, as `choose_victims` lists them
     cursor: Tensor  # [CURSOR] int32: what is left of that list
     barrier: Tensor  # [1] int32 scratch: launches that may overlap need one each
+    gate: Tensor  # [1] int32 scratch of a prefetch, and of the `make_resident` beside it
     totals: Tensor  # [TOTALS] int64: counted since start
     host_rows: Tensor  # [N_H, row_bytes] uint8: host memory that the device reads and writes
     device_rows: Tensor  # [N_G, row_bytes] uint8
@@ -56,7 +57,7 @@ class FusedLayer:
         check_tensor("host_to_device", self.host_to_device, (self.host_rows.shape[0],), torch.int32)
         check_tensor("totals", self.totals, (TOTALS,), torch.int64, device=device)
         check_tensor("cursor", self.cursor, (CURSOR,), torch.int32, device=device)
-        check_scalars(device, floor=self.floor, barrier=self.barrier)
+        check_scalars(device, floor=self.floor, barrier=self.barrier, gate=self.gate)
         check_pools(self.host_rows, self.device_rows)
 
 

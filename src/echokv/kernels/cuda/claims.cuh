@@ -23,6 +23,11 @@
 //   the list can end only where the rows of one step exceed the pool: then the mapping is published
 //   as -1, and the row is missing from the totals.
 // A mapping may be published before its row has landed: only later kernels may read device rows.
+//
+// A kernel that fetches ahead may still be at it when another makes a selection resident, but it
+// claims nothing any more: it names who leaves without knowing who is selected. So its claims are
+// made inside a gate, a word that counts who is in there; `make_resident` closes it, waits until all
+// are out, and looks up what is resident only then.
 // Released slots stay on the list as free ones: their owner reads -1, and nobody is unmapped. They
 // should go first, though, so that a release asks for a new list.
 #pragma once
@@ -47,6 +52,7 @@ struct Layer {
   i32* cursor;          // [4]: names taken, names touched, names listed, the floor at that time
   u64* totals;          // [5]
   u32* barrier;         // [1]
+  u32* gate;            // [1]
   u8* host_rows;        // [N_H, row_bytes]
   u8* device_rows;      // [N_G, row_bytes]
   i32 row_bytes;
@@ -66,6 +72,18 @@ DEVICE u8* host_row(const Layer& layer, i32 host_slot) {
 
 DEVICE u8* device_row(const Layer& layer, i32 device_slot) {
   return layer.device_rows + u64(u32(device_slot)) * layer.row_bytes;
+}
+
+constexpr u32 CLOSED = 1u << 31;  // of a gate, above those inside
+
+// Whether it was open; go out if so, and if not.
+DEVICE bool go_in(u32* gate) { return (atomicAdd(gate, 1u) & CLOSED) == 0; }
+DEVICE void go_out(u32* gate) { add_released(gate, ~0u); }
+
+// What was done inside can be seen afterwards.
+DEVICE void close_gate(u32* gate) {
+  u32 now = or_acquiring(gate, CLOSED);
+  while ((now & ~CLOSED) != 0) now = load_acquiring(gate);
 }
 
 DEVICE bool claim(const Layer& layer, i32 host_slot) {

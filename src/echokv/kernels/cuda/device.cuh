@@ -78,6 +78,24 @@ DEVICE void store_shared_value(i32* to, i32 value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+// The same in order: what a thread did before it added can be seen by who has then read the sum.
+DEVICE void add_released(u32* to, u32 value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+DEVICE u32 or_acquiring(u32* to, u32 value) {
+  u32 before;
+  asm volatile("atom.acquire.gpu.global.or.b32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(to), "r"(value)
+               : "memory");
+  return before;
+}
+DEVICE u32 load_acquiring(const u32* from) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // What others of the same kernel have written: not through L1, which may hold what was there before.
 DEVICE Words load_others_words(const void* from) {
   Words words;
@@ -183,10 +201,8 @@ DEVICE u32 grid_arrive(u32* counter, u32 block, u32 blocks) {
   return atomicAdd(counter, block == 0 ? 0x80000000u - (blocks - 1) : 1u);
 }
 DEVICE void grid_wait(u32* counter, u32 before) {
-  u32 now;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  } while (((now ^ before) >> 31) == 0);
+  while (((load_acquiring(counter) ^ before) >> 31) == 0) {
+  }
 }
 #endif
 

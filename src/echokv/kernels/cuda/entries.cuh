@@ -42,6 +42,7 @@ struct ResidentArguments {
   i32 movers;         // warps of a block that move rows, if they are few
   i32 words_of_16;    // whether both pools' rows are made of them
   u32 stretch;        // host slots of one
+  i32 fetching;       // whether another kernel may still be fetching rows of the layer
 };
 
 // Priorities of a row's entries: the step, then the place of a score within the row's range.

@@ -7,5 +7,5 @@ constexpr u32 REGISTERS = 72;  // what `index_scores` leaves each of four warps 
 
 KERNEL(LISTED_THREADS, 65536 / (REGISTERS * LISTED_THREADS))
 void fetch_listed(ARGUMENTS ListedArguments a) {
-  fetch_list(a, thread_index());
+  fetch_list(a, shared_memory(), thread_index());
 }

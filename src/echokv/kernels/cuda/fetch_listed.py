@@ -23,6 +23,8 @@ KERNELS = ("fetch_listed",)
 LIST_ENTRIES = 128
 """Candidates of a scoring warp; it forgets what comes after them."""
 
+_LINE = 128  # bytes
+
 
 class PrefetchArguments(Arguments):
     """See prefetch.cuh."""
@@ -74,4 +76,12 @@ def listed_arguments(prefetch: LayerPrefetch, contexts: Contexts) -> ListedArgum
 def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:
     """Fetch what is listed until all is, or k-th scores are known; a block for each that scores."""
     blocks, device = lists.entries.shape[0], lists.entries.device
-    MODULE.launch("fetch_listed", arguments, device, blocks=blocks, beside=True)
+    shared_bytes = fetching_shared_bytes(THREADS // 32, arguments.prefetch.layer.row_bytes)
+    MODULE.launch(
+        "fetch_listed", arguments, device, blocks=blocks, shared_bytes=shared_bytes, beside=True
+    )
+
+
+def fetching_shared_bytes(warps: int, row_bytes: int) -> int:
+    """Shared memory of so many warps that fetch; see landing.cuh."""
+    return warps * (_LINE + -(-(row_bytes + _LINE - 16) // _LINE) * _LINE)

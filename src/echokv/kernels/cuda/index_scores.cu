@@ -61,6 +61,7 @@ struct QueryArguments {
   float* scores;    // [rows, most] out: -inf
   u32* kth;         // [rows] out: UNKNOWN
   u32* epoch;       // [1], raised
+  u32* gate;        // [1] out: open
 };
 
 struct ScoresArguments {
@@ -102,7 +103,10 @@ DEVICE u32 to_e4m3(float a, float b, float c, float d) {
 
 // What a prefetch finds before its first candidate.
 DEVICE void clear_candidates(const QueryArguments& a, u32 index, u32 threads) {
-  if (index == 0) *a.epoch += 1;
+  if (index == 0) {
+    *a.epoch += 1;
+    *a.gate = 0;
+  }
   for (u32 row = index; row < a.rows; row += threads) {
     a.counts[row] = 0;
     a.kth[row] = UNKNOWN;

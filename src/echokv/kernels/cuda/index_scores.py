@@ -54,7 +54,10 @@ class QueryArguments(Arguments):
         *((name, ctypes.c_void_p) for name in ("query", "weights", "images")),
         ("factor", ctypes.c_float),
         *((name, ctypes.c_uint32) for name in ("rows", "heads", "is_bfloat16", "most")),
-        *((name, ctypes.c_void_p) for name in ("counts", "host_slots", "scores", "kth", "epoch")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("counts", "host_slots", "scores", "kth", "epoch", "gate")
+        ),
     )
 
 
@@ -164,7 +167,8 @@ def index_scores_prefetch(
         max_context_len: the largest of context_lens.
         prefetch: of the layer, for these rows.
         fork: makes a second stream the current one, after all that the current one has been given
-            so far. It must be joined before anything else takes rows of the layer in.
+            so far. It must be joined before anything reads rows of the layer, or takes some in, but
+            for a `make_resident` that is told of it.
 
     Returns:
         [T, W] float32 scores.
@@ -218,7 +222,7 @@ def quantise_query(query: Tensor, weights: Tensor, begin: LayerPrefetch | None =
         arguments.most = found.host_slots.shape[1]
         arguments.counts, arguments.host_slots = pointer(found.counts), pointer(found.host_slots)
         arguments.scores, arguments.kth = pointer(found.scores), pointer(begin.kth_scores)
-        arguments.epoch = pointer(begin.lists.epoch)
+        arguments.epoch, arguments.gate = pointer(begin.lists.epoch), pointer(begin.layer.gate)
     MODULE.launch(
         "quantise_query", arguments, query.device, blocks=-(-rows * heads // _WARPS),
         beside=begin is not None,

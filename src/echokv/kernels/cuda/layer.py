@@ -22,7 +22,7 @@ class Layer(Arguments):
             (name, ctypes.c_void_p)
             for name in (
                 "floor", "host_to_device", "priority", "device_to_host", "device_free", "ready",
-                "cursor", "totals", "barrier", "host_rows", "device_rows",
+                "cursor", "totals", "barrier", "gate", "host_rows", "device_rows",
             )
         ),
         ("row_bytes", ctypes.c_int32),
@@ -47,7 +47,7 @@ def layer_of(layer: FusedLayer) -> Layer:
         pointer(layer.floor), pointer(layer.host_to_device), pointer(layer.priority),
         pointer(layer.device_to_host), pointer(layer.device_free), pointer(layer.ready),
         pointer(layer.cursor), pointer(layer.totals), pointer(layer.barrier),
-        pointer(layer.host_rows), pointer(layer.device_rows), row_bytes, slots,
+        pointer(layer.gate), pointer(layer.host_rows), pointer(layer.device_rows), row_bytes, slots,
     )  # fmt: skip
 
 

@@ -10,23 +10,24 @@
 // the epoch of the launch, so that nothing need be emptied: what another launch has left is of
 // another epoch. After its last page a warp puts an END for each thread that reads its list.
 //
-// A fetching warp drops candidates that are resident, and asks the row's budget for the others:
-// `counts` is raised by as many, and what exceeds the budget is given back, so that it ends at what
-// was granted and no grant is made twice. It claims a row, takes a victim and publishes the mapping
-// by the protocol of claims.cuh, at the floor (protected in this step, below whatever is selected in
-// it), notes that it was fetched, and copies the row. Nobody reads device rows before the kernel is
-// over, so the mapping may be published before the row has landed.
+// A fetching warp drops candidates that are resident, and asks for the others one after the other:
+// `counts` of its row is raised, and lowered again where that exceeds the budget, so that it ends at
+// what was granted and no grant is made twice. It claims the row, sends for it, takes a victim and
+// publishes the mapping by the protocol of claims.cuh, inside the layer's gate, at the floor
+// (protected in this step, below whatever is selected in it), and notes that it was fetched.
+// `make_resident` may begin before the kernel is over; attention, which reads rows, may not.
 //
 // - No slot is lost to a budget that has run out: nothing is claimed before its budget is granted.
 // - Rows that requests share are claimed once; the others see the claim, or the mapping, and pass.
 // - A victim may be a candidate that was seen as resident: then it is recalled after the top-k,
 //   like every row that no prediction named.
 // - Once the row's k-th score is known nothing more is claimed for it: what is selected will be
-//   recalled, and needn't wait for what isn't.
+//   recalled, and needn't wait for what isn't. Nor when the gate is closed.
 // - Nobody waits without end: where nothing comes for PATIENCE, because the scores are late or were
 //   made before, a fetching warp leaves.
 #pragma once
 #include "claims.cuh"
+#include "landing.cuh"
 #include "schedule.cuh"
 
 #ifndef LIST_ENTRIES
@@ -40,11 +41,6 @@ constexpr u64 PATIENCE = 1000000;    // nanoseconds
 #define LISTED_THREADS 128
 #endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
-constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
-// Rows that a warp claims before it looks again whether it should. What is claimed must land before
-// anything else moves: few, but enough to keep PCIe busy while claims wait for memory. Measured at
-// 13 x 98,304 tokens, hit rate 0.9: 1, 2 and 4 take 110, 106 and 115 us for the whole segment.
-constexpr u32 CLAIMS_AT_ONCE = 2;
 
 // An entry of a scoring block's list.
 struct alignas(16) Listed {
@@ -90,75 +86,29 @@ struct Candidate {
   u32 row;
 };
 
-// Places among the row's candidates for the lanes that ask; at least `most` where there is none.
-DEVICE u32 ask_budget(const PrefetchArguments& a, const Contexts& contexts, u32 row, bool asks,
-                      u32 lane) {
-  u32 place = a.most;
-  for (u32 left = __ballot_sync(ALL_LANES, asks); left != 0;) {
-    const u32 leader = __ffs(left) - 1;
-    const u32 row_of_leader = __shfl_sync(ALL_LANES, row, leader);
-    const bool mine = asks && row == row_of_leader;
-    const u32 same = __ballot_sync(ALL_LANES, mine), wanted = __popc(same);
-    u32 before = 0, budget = 0;
-    if (lane == leader) {
-      budget = budget_of(a, contexts, row);
-      before = u32(atomicAdd(a.counts + row, i32(wanted)));
-      const u32 room = before < budget ? budget - before : 0;
-      if (wanted > room) atomicAdd(a.counts + row, -i32(wanted - room));
-    }
-    before = __shfl_sync(ALL_LANES, before, leader);
-    budget = __shfl_sync(ALL_LANES, budget, leader);
-    const u32 mine_at = before + __popc(same & ((1u << lane) - 1));
-    if (mine && mine_at < budget) place = mine_at;
-    left &= ~same;
-  }
-  return place;
-}
-
-// A part of a row: what a warp asks for at once.
-struct RowPart {
-  Words words[WORDS_IN_FLIGHT];
+enum Answer {
+  GRANTED,  // and claimed
+  LOST,     // to another's claim
+  REFUSED,  // the row has no budget left
+  SHUT,     // the gate is closed
 };
-constexpr u32 PART_BYTES = WORDS_IN_FLIGHT * WARP * 16;
 
-DEVICE RowPart load_part(const u8* from, u32 bytes, u32 lane) {
-  RowPart part;
-#pragma unroll
-  for (u32 i = 0; i < WORDS_IN_FLIGHT; i++)
-    if ((i * WARP + lane) * 16 < bytes) part.words[i] = load_row_words(from + (i * WARP + lane) * 16);
-  return part;
-}
-
-DEVICE void store_part(u8* to, const RowPart& part, u32 bytes, u32 lane) {
-#pragma unroll
-  for (u32 i = 0; i < WORDS_IN_FLIGHT; i++)
-    if ((i * WARP + lane) * 16 < bytes) store_row_words(to + (i * WARP + lane) * 16, part.words[i]);
-}
-
-// The rows of some lanes, one after the other; the next is asked for before one is written. `first`
-// is the first part of the first. A slot of -1: that row has nowhere to go.
-DEVICE void copy_rows(const Layer& layer, RowPart first, i32 host_slot, i32 slot, u32 lanes,
-                      u32 lane) {
-  const u32 row_bytes = layer.row_bytes;
-  RowPart part = first;
-  while (lanes != 0) {
-    const u32 mine = __ffs(lanes) - 1;
-    lanes &= lanes - 1;
-    const u8* from = host_row(layer, __shfl_sync(ALL_LANES, host_slot, mine));
-    const i32 where = __shfl_sync(ALL_LANES, slot, mine);
-    RowPart next = part;
-    if (lanes != 0) {
-      const i32 after = __shfl_sync(ALL_LANES, host_slot, __ffs(lanes) - 1);
-      next = load_part(host_row(layer, after), row_bytes, lane);
-    }
-    if (where >= 0) {
-      u8* to = layer.device_rows + u64(u32(where)) * row_bytes;
-      store_part(to, part, row_bytes, lane);
-      for (u32 at = PART_BYTES; at < row_bytes; at += PART_BYTES)
-        store_part(to + at, load_part(from + at, row_bytes - at, lane), row_bytes - at, lane);
-    }
-    part = next;
+// Ask for a candidate; when it is granted, the thread is inside the gate and `at` its place.
+DEVICE Answer ask_for(const PrefetchArguments& a, const Contexts& contexts,
+                      const Candidate& candidate, u32* at) {
+  i32* count = a.counts + candidate.row;
+  const bool open = go_in(a.layer.gate);
+  const u32 place = u32(atomicAdd(count, 1));
+  const bool granted = place < budget_of(a, contexts, candidate.row);
+  if (open && granted) {
+    *at = candidate.row * a.most + place;
+    a.scores[*at] = candidate.score;
+    if (claim(a.layer, candidate.host_slot)) return GRANTED;
+  } else {
+    atomicAdd(count, -1);
   }
+  go_out(a.layer.gate);
+  return !open ? SHUT : granted ? LOST : REFUSED;
 }
 
 struct Fetched {
@@ -172,29 +122,30 @@ DEVICE void add_fetched(const PrefetchArguments& a, const Fetched& fetched, u32 
   add_total(a.layer.totals, ALLOCATED, fetched.rows);
 }
 
-// Fetch the lanes' rows that are still absent; `at` is where they are on the lists.
-DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 at, i32 floor,
-                    Fetched* fetched, u32 lane) {
+// Give the row that lane `owner` has claimed a device slot, and go out of the gate: the slot, or -1.
+DEVICE i32 settle_claim(const PrefetchArguments& a, i32 host_slot, u32 at, u32 owner, i32 floor,
+                        Fetched* fetched, u32 lane) {
   const Layer& layer = a.layer;
-  const bool mine = wants && claim(layer, host_slot);
-  const u32 claims = __ballot_sync(ALL_LANES, mine);
-  if (claims == 0) return;
-  // The first row is on its way while its victim is looked for.
-  const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
-  const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
-  u32 first = 0;
-  if (lane == 0) first = take_names(layer, __popc(claims));
-  first = __shfl_sync(ALL_LANES, first, 0);
   Victim victim = {0, NONE, NONE};
   bool settled = false;
-  if (mine) {
-    victim = name_victim(layer, first + __popc(claims & ((1u << lane) - 1)));
+  if (lane == owner) {
+    victim = name_victim(layer, take_names(layer, 1));
     settled = settle(layer, &victim, host_slot, floor, floor);
     if (settled) a.host_slots[at] = host_slot;
+    go_out(layer.gate);
   }
-  fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
-  fetched->rows += __popc(__ballot_sync(ALL_LANES, settled));
-  copy_rows(layer, part, host_slot, victim.slot, claims, lane);
+  fetched->rows += __any_sync(ALL_LANES, settled);
+  fetched->evicted += __any_sync(ALL_LANES, settled && victim.owner >= 0);
+  return __shfl_sync(ALL_LANES, victim.slot, owner);
+}
+
+// Put the row that has been sent for where it belongs.
+DEVICE void land_row(const Layer& layer, const Landing& landing, i32 slot, u32 lane) {
+  const u8* from = await_row(landing);
+  if (slot < 0) return;
+  u8* to = device_row(layer, slot);
+  for (u32 at = lane * 16; at < u32(layer.row_bytes); at += WARP * 16)
+    store_row_words(to + at, load_words(from + at));
 }
 
 // List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
@@ -230,43 +181,55 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
   return u32(load_shared_value(a.kth + row)) == UNKNOWN;
 }
 
-// Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
-// until the rows' selections are known. Budgets are asked for by a few at a time too, so that
-// whoever comes first doesn't take for a long queue of its own what others could fetch at once.
-DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
-                        Fetched* fetched, u32 lane) {
+// Fetch those of the lanes' candidates that are absent, one after the other, as far as budgets go and
+// until the rows' selections are known. False: nothing more is to be fetched at all.
+DEVICE bool fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
+                        Landing* landing, Fetched* fetched, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
   bool waits = candidate.valid && is_open(a, candidate.row);
   if (waits) waits = load_shared_value(to.layer.host_to_device + candidate.host_slot) < 0;
   for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
-    u32 now = 0;
-#pragma unroll
-    for (u32 i = 0; i < CLAIMS_AT_ONCE; i++) {
-      now |= left & -left;
-      left &= left - 1;
+    const u32 next = __ffs(left) - 1;
+    left &= left - 1;
+    u32 answer = SHUT, at = 0;
+    if (lane == next) answer = ask_for(to, a.contexts, candidate, &at);
+    answer = __shfl_sync(ALL_LANES, answer, next);
+    if (answer == SHUT) return false;
+    if (answer == REFUSED) {
+      const u32 row = __shfl_sync(ALL_LANES, candidate.row, next);
+      left &= ~__ballot_sync(ALL_LANES, candidate.row == row);
     }
-    const bool asks = now >> lane & 1;
-    const u32 place = ask_budget(to, a.contexts, candidate.row, asks, lane);
-    const bool granted = place < to.most;
-    const u32 at = candidate.row * to.most + place;
-    if (granted) to.scores[at] = candidate.score;
-    for (u32 refused = __ballot_sync(ALL_LANES, asks && !granted); refused != 0;) {
-      const u32 row = __shfl_sync(ALL_LANES, candidate.row, __ffs(refused) - 1);
-      left &= ~__ballot_sync(ALL_LANES, candidate.row == row);  // it has no budget left
-      refused &= refused - 1;
-    }
-    take_in(to, granted, candidate.host_slot, at, floor, fetched, lane);
+    if (answer != GRANTED) continue;
+    const i32 row = __shfl_sync(ALL_LANES, candidate.host_slot, next);
+    send_for_row(landing, host_row(to.layer, row), to.layer.row_bytes, lane);
+    // Meanwhile, where it goes, and whether the others are still wanted.
+    const i32 slot = settle_claim(to, row, at, next, floor, fetched, lane);
     left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
+    land_row(to.layer, *landing, slot, lane);
   }
+  return true;
+}
+
+// Bring the lines that taking the next names in will look at into the L2 cache: one a thread.
+DEVICE void fetch_names_ahead(const Layer& layer, u32 index) {
+  const u32 place = u32(load_shared_value(layer.cursor + TAKEN)) + index;
+  if (place >= u32(layer.cursor[LISTED])) return;
+  const i32 slot = layer.ready[place];
+  fetch_line(layer.device_to_host + slot);
+  fetch_line(layer.priority + slot);
 }
 
 // A thread of a block that fetches what the scoring block of the same number lists.
-DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
+DEVICE void fetch_list(const ListedArguments& a, u8* shared, u32 thread) {
   const u32 lane = thread % WARP, epoch = *a.epoch;
   // Neighbours read neighbouring entries of one list.
   const u32 readers = LISTED_THREADS / a.num_lists;
   const Listed* list = a.lists + u64(block_index() * a.num_lists + thread / readers) * LIST;
-  const i32 floor = *a.prefetch.layer.floor;
+  const PrefetchArguments& to = a.prefetch;
+  const u32 index = block_index() * LISTED_THREADS + thread;
+  if (index < to.rows * to.most) fetch_names_ahead(to.layer, index);
+  const i32 floor = *to.layer.floor;
+  Landing landing = make_landing(shared, to.layer.row_bytes, thread / WARP, lane);
   Fetched fetched = {0, 0};
   u32 place = thread % readers;
   bool over = false;
@@ -279,12 +242,12 @@ DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
     over = over || seen != found || place >= LIST;
     if (__any_sync(ALL_LANES, found)) {
       const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
-      fetch_found(a, candidate, floor, &fetched, lane);
+      if (!fetch_found(a, candidate, floor, &landing, &fetched, lane)) break;
       since = nanoseconds();
       continue;
     }
     if (__all_sync(ALL_LANES, over || nanoseconds() - since > PATIENCE)) break;
     pause();
   }
-  add_fetched(a.prefetch, fetched, lane);
+  add_fetched(to, fetched, lane);
 }

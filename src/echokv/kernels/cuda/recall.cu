@@ -75,6 +75,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   const u32 block = block_index(), blocks = grid_size() - (a.new_rows.count != 0 ? 1 : 0);
   wait_for_previous();
   let_next_start();
+  if (a.fetching && thread == 0) close_gate(a.layer.gate);
   if (block == blocks) return append_block<THREADS>(a.layer, a.new_rows, 0, false);
   const u32 last = ONE_TILE ? block + 1 : u32(a.tiles);
   // Most of the priorities' lines will be wanted when the lookups are done.
@@ -96,6 +97,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     Entry entry = entry_of<THREADS>(a, tile, thread);
     const float score = entry.index != ALL_LANES ? a.scores[entry.index] : 0;
     const Extremes extremes = extremes_of_row<THREADS>(a, tile / a.tiles_per_row, thread);
+    if (a.fetching && tile == block) block_sync();  // the gate is closed
     const i32 found =
         entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
     if (!ONE_TILE && tile != block) block_sync();  // the row before is read
