@@ -57,7 +57,13 @@ class ResidentArguments(Arguments):
         *(
             (name, ctypes.c_int32)
             for name in (
-                "k", "tiles", "tiles_per_row", "lanes", "movers", "words_of_16", "stretch",
+                "k",
+                "tiles",
+                "tiles_per_row",
+                "lanes",
+                "movers",
+                "words_of_16",
+                "stretch",
                 "fetching",
             )
         ),
