@@ -134,17 +134,15 @@ DEVICE void bring(const PrefillArguments& a, const InterArguments* prefetch, Sha
     bring_queries<HEADS, PREFETCH>(a, prefetch, shared, work, row, lane);
     count = bring_pages(a, shared, work, row, count, lane);
   });
-  if (lane == 0) {
-    for (u32 at = count; at < count + GROUPS; at++) {
-      const u32 stage = at % STAGES;
-      barrier_wait(&shared->page_empty[stage], at / STAGES % 2 ^ 1);
+  for (u32 end = count + GROUPS; count < end; count++) {
+    if (lane == 0) {
+      const u32 stage = count % STAGES;
+      barrier_wait(&shared->page_empty[stage], count / STAGES % 2 ^ 1);
       shared->notes[stage] = {0, 0, 0, 0};
       barrier_arrive(&shared->page_full[stage]);
     }
-    for (u32 at = count; at < count + GROUPS; at++)  // they are read
-      barrier_wait(&shared->page_empty[at % STAGES], at / STAGES % 2);
+    __syncwarp();
   }
-  __syncwarp();
 }
 
 // Add up over the grid what was counted. One warp.
@@ -214,6 +212,14 @@ DEVICE void load_weights(float (&weights)[HEADS / 4], const u8* image, u32 lane)
   }
 }
 
+// A stage's note: read by the lane that will say that the stage is empty.
+DEVICE Note read_note(const Note* at, u32 lane) {
+  Note note = {0, 0, 0, 0};
+  if (lane == 0) note = *at;
+  return {__shfl_sync(ALL_LANES, note.row, 0), __shfl_sync(ALL_LANES, note.rows, 0),
+          __shfl_sync(ALL_LANES, note.first, 0), __shfl_sync(ALL_LANES, note.rest, 0)};
+}
+
 // The units of one warpgroup.
 template <u32 HEADS, bool PREFETCH>
 DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u32 thread) {
@@ -224,12 +230,8 @@ DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u3
   for (u32 count = group;; count += GROUPS) {
     const u32 stage = count % STAGES;
     barrier_wait(&shared->page_full[stage], count / STAGES % 2);
-    const Note note = shared->notes[stage];
-    const u32 rows = __shfl_sync(ALL_LANES, note.rows, 0);
-    if (rows == 0) {
-      if (lane == 0) barrier_arrive(&shared->page_empty[stage]);
-      return;
-    }
+    const Note note = read_note(shared->notes + stage, lane);
+    if (note.rows == 0) return;
     u32 left_keys[16], right_keys[16];
     load_keys(left_keys, shared->pages[stage][0], key, lane);
     load_keys(right_keys, shared->pages[stage][1], key, lane);
@@ -246,7 +248,7 @@ DEVICE void score_units(const PrefillArguments& a, Shared* shared, u32 group, u3
     const bool exists = position < width;
     float* out = a.out + u64(note.row) * width + position;
     float left[HEADS / 2] = {}, right[HEADS / 2] = {}, weights[HEADS / 4];
-    for (u32 row = 0; row < rows; row++) {
+    for (u32 row = 0; row < note.rows; row++) {
       begin(left, left_keys, query);
       begin(right, right_keys, query);
       load_weights<HEADS>(weights, image, lane);
