@@ -11,7 +11,7 @@ from tests.kernels.cuda_emulator import Emulator
 from tests.kernels.resident_model import LayerUnderTest, selection
 from tests.kernels.test_topk import DISTRIBUTIONS, oracle
 
-from echokv.kernels.fused_layer import STALE, TOUCHED
+from echokv.kernels.fused_layer import STALE, TOUCHED, NewRows
 from echokv.kernels.reference.name_rows import name_rows
 
 CPU = torch.device("cpu")
@@ -229,6 +229,58 @@ def test_make_resident_with_new_rows(emulator: Emulator, beside: bool, row_bytes
         under_test.fetch(
             emulator, wanted, torch.randn(wanted.shape), 808, new=again[:9], beside=beside
         )
+
+
+@pytest.mark.parametrize("lanes", [4, 32])
+def test_who_leaves_for_new_rows(emulator: Emulator, lanes: int) -> None:
+    """Who is next to leave is selected: found by some block, maybe long after new rows have come.
+
+    Among free slots that are next, and others that have been used since they were listed. Blocks
+    have a tile each, or one after the other.
+    """
+    for seed in range(60):
+        rng = random.Random(seed)
+        free = rng.choice([0, 0, 2, 20])
+        model = LayerModel(40, 90, {slot: (slot, 700 + slot) for slot in range(free, 40)})
+        under_test = LayerUnderTest(model, CPU)
+        names = under_test.choose(emulator, 800)
+        assert names[free:] == list(range(free, 40))
+        if rng.random() < 0.3:  # the first to leave of those that somebody has
+            used = torch.tensor([names[free : free + 3]], dtype=torch.int32)
+            under_test.fetch(emulator, used, torch.rand(used.shape), 800)
+        new = rng.sample(range(40, 90), rng.choice([1, 3, 6]))
+        others = list({*rng.sample(range(free, 40), 10), *names[free : free + 8]})
+        wanted = torch.full((rng.choice([1, 3, 9]), 24), -1, dtype=torch.int32)
+        for row in wanted:
+            some = rng.sample(others + new, len(others) + rng.randint(0, len(new)))
+            row[: len(some)] = torch.tensor(some, dtype=torch.int32)
+        under_test.fetch(
+            emulator, wanted, torch.randn(wanted.shape), 800, new=new, lanes=lanes,
+            most_blocks=rng.choice([2, 8]),
+        )  # fmt: skip
+        taken, touched, listed, since = under_test.cursor.tolist()
+        if free >= len(new):  # then nobody was passed over
+            levels = under_test.tensors.priority[names[taken:listed]]
+            assert [taken, touched] == [len(new), int((levels >= since).sum())]
+
+
+def test_new_rows_without_enough_room(emulator: Emulator) -> None:
+    """The last of them stay absent, for those too who select them, and everything else leaves."""
+    for seed in range(20):
+        held = {slot: (slot, 700) for slot in range(3, 8)}
+        under_test = LayerUnderTest(LayerModel(8, 90, held), CPU)
+        under_test.choose(emulator, 800)
+        new = torch.arange(40, 52, dtype=torch.int32)
+        wanted = torch.cat([torch.tensor([3], dtype=torch.int32), new]).repeat(3, 1)
+        found, rows = torch.full_like(wanted, -77), torch.zeros(12, 48, dtype=torch.uint8)
+        emulator.make_resident(
+            wanted, torch.rand(wanted.shape), under_test.layer(800), found,
+            new_rows=NewRows(new, rows), lanes=random.Random(seed).choice([4, 32]),
+        )  # fmt: skip
+        assert under_test.totals.tolist() == [8, 0, 4, 12, 7]
+        assert all(torch.equal(row, found[0]) for row in found)
+        assert sorted(found[0].tolist()) == [-1] * 5 + list(range(8))
+        assert under_test.tensors.host_to_device[40:52].tolist() == found[0, 1:].tolist()
 
 
 def test_new_rows_alone(emulator: Emulator) -> None:

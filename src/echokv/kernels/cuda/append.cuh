@@ -1,9 +1,9 @@
 // New rows: to host always, and to the device slots that they take in this step.
 //
-// A thread looks a row up, a warp moves it. A block that is alone needs no barrier over the grid,
-// and guesses before it has looked that every row is absent and nobody else takes names: who leaves
-// is known when that is. One that isn't claims what is absent before it waits for the others: they
-// may select a new row, and find it claimed by the time that they have waited.
+// A thread looks a row up, a warp moves it. A block guesses before it has looked that every row is
+// absent and nobody else takes names: who leaves is known when that is. One that isn't alone tells
+// the grid that it has looked, but waits for the others only where it has to. An absent row is its
+// own without a claim; those who select it claim it, and by that only wait for it.
 #pragma once
 #include "claims.cuh"
 #include "rows.cuh"
@@ -25,8 +25,9 @@ template <u32 THREADS>
 struct alignas(16) AppendShared {
   u32 absent[THREADS / WARP];
   u32 written, evicted, allocated, touched;
-  u32 place;  // the block's first one in the ready list
-  u32 pad[3];
+  u32 place;    // the block's first one in the ready list
+  u32 arrived;  // what grid_arrive returned
+  u32 pad[2];
   i32 slots[THREADS];  // of the rows, in the device pool
 };
 static_assert(sizeof(AppendShared<RECALL_THREADS>) ==
@@ -49,7 +50,7 @@ DEVICE void stage_rows(const BlockRows& rows, u32 warp, u32 lane) {
                  rows.from + u64(row) * rows.row_bytes + at);
 }
 
-// Each warp moves the rows that it staged.
+// Each thread moves what it staged.
 template <u32 WARPS>
 DEVICE void move_rows(const BlockRows& rows, u8* pool, const i32* slots, u32 warp, u32 lane) {
   for (u32 row = warp; row < rows.count; row += WARPS) {
@@ -71,49 +72,51 @@ DEVICE void append_block(const Layer& layer, const NewRows& a, u32 first, bool a
   constexpr u32 WARPS = THREADS / WARP;
   AppendShared<THREADS>* shared = reinterpret_cast<AppendShared<THREADS>*>(shared_memory());
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
+  const u32 mover = WARPS - 1 - warp;  // the first warps have rows to look up
   u8* stage = a.staged ? shared_memory() + sizeof(AppendShared<THREADS>) : nullptr;
   const BlockRows rows = {a.rows + u64(first) * layer.row_bytes, stage,
                           smaller(a.each, u32(a.count) - first), u32(layer.row_bytes)};
-  if (a.staged) stage_rows<WARPS>(rows, warp, lane);
+  if (a.staged) stage_rows<WARPS>(rows, mover, lane);
   if (thread == 0) shared->written = shared->evicted = shared->allocated = shared->touched = 0;
   block_sync();
 
-  const i32 floor = *layer.floor, used = used_since(layer, floor);
+  const i32 floor = *layer.floor;
+  const ReadyList list = ready_list(layer, floor);
   const i32 host_slot = thread < rows.count ? a.host_slots[first + thread] : NONE;
-  const u32 guess = alone ? u32(load_shared_value(layer.cursor + TAKEN)) + thread : 0;
-  Victim victim = {ALL_LANES, NONE, NONE};
-  if (alone && host_slot >= 0) victim = name_victim(layer, guess);
+  const u32 guess = u32(load_shared_value(layer.cursor + TAKEN)) + thread;
   const i32 found = host_slot >= 0 ? load_shared_value(layer.host_to_device + host_slot) : NONE;
-  bool missing = host_slot >= 0 && found < 0;
-  if (missing && !alone) missing = claim(layer, host_slot);
+  const bool missing = host_slot >= 0 && found < 0;
+  Victim victim = {ALL_LANES, NONE, NONE};
+  if (host_slot >= 0) victim = name_victim(layer, list, guess);
   i32 before = floor;  // its priority
   if (found >= 0) before = atomicMax(layer.priority + found, floor);
   const u32 absent = __ballot_sync(ALL_LANES, missing);
-  const u32 touched = __ballot_sync(ALL_LANES, before < used);
+  const u32 touched = __ballot_sync(ALL_LANES, before < list.used);
   if (lane == 0) shared->absent[warp] = __popc(absent);
   if (lane == 0 && touched != 0) atomicAdd(&shared->touched, __popc(touched));
-  async_wait();
-  if (alone) move_rows<WARPS>(rows, layer.host_rows, a.host_slots + first, warp, lane);
-  block_sync();
+  block_sync();  // every row that is there is protected
 
   u32 total;
   const u32 warps_before = lanes_before(lane < WARPS ? shared->absent[lane] : 0, lane, &total);
   const u32 nth = __shfl_sync(ALL_LANES, warps_before, warp) + __popc(absent & ((1u << lane) - 1));
-  u32 arrived = 0;
-  if (thread == 0 && !alone) arrived = grid_arrive(layer.barrier, block_index(), grid_size());
   if (thread == WARP && total != 0) shared->place = take_names(layer, total);
-  if (!alone) move_rows<WARPS>(rows, layer.host_rows, a.host_slots + first, warp, lane);
-  if (thread == 0) {
-    count_touched(layer, shared->touched);
-    if (!alone && total != 0) grid_wait(layer.barrier, arrived);
-  }
-  block_sync();  // every row that is there is protected, every place is taken
+  if (thread == 0 && !alone)
+    shared->arrived = grid_arrive(layer.barrier, block_index(), grid_size());
+  if (thread == 0) count_touched(layer, shared->touched);
+  async_wait();
+  move_rows<WARPS>(rows, layer.host_rows, a.host_slots + first, mover, lane);
+  block_sync();  // every place is taken
 
   i32 slot = found;
   bool settled = false;
   if (missing) {
-    if (victim.place != shared->place + nth) victim = name_victim(layer, shared->place + nth);
-    settled = settle(layer, &victim, host_slot, floor, floor);
+    if (victim.place != shared->place + nth) victim = name_victim(layer, list, shared->place + nth);
+    // A free slot has nobody who might select it, and settle() takes it as it is. For others to be
+    // passed over or unmapped, and for a row to be absent after all, all blocks must have looked:
+    // until then a row's owner may be found, and a new row be claimed by those who wait for it.
+    const bool is_free = victim.slot >= 0 && victim.owner < 0;
+    if (!alone && !is_free) grid_wait(layer.barrier, shared->arrived);
+    settled = settle(layer, list, &victim, host_slot, floor);
     slot = victim.slot;
   }
   if (thread < rows.count) shared->slots[thread] = slot;
@@ -125,7 +128,7 @@ DEVICE void append_block(const Layer& layer, const NewRows& a, u32 first, bool a
     atomicAdd(&shared->evicted, evicted);
   }
   block_sync();
-  move_rows<WARPS>(rows, layer.device_rows, shared->slots, warp, lane);
+  move_rows<WARPS>(rows, layer.device_rows, shared->slots, mover, lane);
   if (thread == 0) {
     add_total(layer.totals, WRITTEN, shared->written);
     add_total(layer.totals, EVICTED, shared->evicted);

@@ -17,7 +17,8 @@
 // - a place on the list is handed out once, and a slot is on it once: nobody shares a victim;
 // - priorities only rise while rows are taken in (atomic maxima), so who was passed over stays;
 // - settle() may run only when every row that must not leave in this step, as far as this kernel
-//   knows of them, has been raised to the floor: make_resident puts a grid barrier between;
+//   knows of them, has been raised to the floor: make_resident puts a grid barrier between, but
+//   where a new row takes a free slot, which no row is in;
 // - a slot's new owner has at least the floor as its priority, so it isn't taken a second time;
 // - a step begins with as many names as it may take and touch, or with all slots on a new list, so
 //   the list can end only where the rows of one step exceed the pool: then the mapping is published
@@ -95,9 +96,20 @@ DEVICE u32 take_names(const Layer& layer, u32 count) {
   return u32(atomicAdd(layer.cursor + TAKEN, i32(count)));
 }
 
-DEVICE Victim name_victim(const Layer& layer, u32 place) {
+// What stays as it is while rows are taken in, kept where no acquiring load makes it be read again.
+struct ReadyList {
+  u32 names;  // their number
+  i32 used;   // the priority from which on a slot has been used since it was listed
+};
+
+DEVICE ReadyList ready_list(const Layer& layer, i32 floor) {
+  const i32 since = layer.cursor[SINCE];
+  return {u32(layer.cursor[LISTED]), since < floor ? since : floor};
+}
+
+DEVICE Victim name_victim(const Layer& layer, const ReadyList& list, u32 place) {
   Victim victim = {place, NONE, NONE};
-  if (place < u32(layer.cursor[LISTED])) victim.slot = layer.ready[place];
+  if (place < list.names) victim.slot = layer.ready[place];
   if (victim.slot >= 0) {
     victim.owner = layer.device_to_host[victim.slot];
     fetch_line(layer.priority + victim.slot);  // which settle() looks at
@@ -105,17 +117,12 @@ DEVICE Victim name_victim(const Layer& layer, u32 place) {
   return victim;
 }
 
-// The priority from which on a slot has been used since it was listed.
-DEVICE i32 used_since(const Layer& layer, i32 floor) {
-  const i32 since = layer.cursor[SINCE];
-  return since < floor ? since : floor;
-}
-
 // Give the victim's slot, or the next one's that may leave, to a claimed row. False: none is left.
-DEVICE bool settle(const Layer& layer, Victim* victim, i32 host_slot, i32 level, i32 floor) {
-  const i32 used = used_since(layer, floor);
-  while (victim->slot >= 0 && load_shared_value(layer.priority + victim->slot) >= used)
-    *victim = name_victim(layer, take_names(layer, 1));
+// A free slot hasn't been used: its priority is -1.
+DEVICE bool settle(const Layer& layer, const ReadyList& list, Victim* victim, i32 host_slot,
+                   i32 level) {
+  while (victim->owner >= 0 && load_shared_value(layer.priority + victim->slot) >= list.used)
+    *victim = name_victim(layer, list, take_names(layer, 1));
   const i32 slot = victim->slot;
   if (slot >= 0) {
     if (victim->owner >= 0) store_shared_value(layer.host_to_device + victim->owner, NONE);

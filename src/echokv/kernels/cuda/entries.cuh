@@ -3,9 +3,9 @@
 // A thread has one entry of a tile, with a priority: the step, then the place of its score within
 // its row's range, which each of the row's blocks finds for itself. An entry that is found is
 // protected, and its answer is known. An absent one is claimed: by this thread, whose block then
-// moves the row, by another, or by who appends, if the row is new; the last two wait for the claim's
-// slot (`follow`). Until its row is moved or waited for, an entry of any but a block's first tile
-// lies packed where its answer will be.
+// moves the row, by another, or, if the row is new, by anybody for who appends it; the last two
+// wait for its slot (`follow`). Until its row is moved or waited for, an entry of any but a block's
+// first tile lies packed where its answer will be.
 #pragma once
 #include "append.cuh"
 
@@ -133,7 +133,8 @@ DEVICE Entry entry_of(const ResidentArguments& a, u32 tile, u32 thread) {
 }
 
 template <u32 THREADS>
-DEVICE Entry unpack(const ResidentArguments& a, u32 tile, u32 thread, i32 floor) {
+DEVICE Entry unpack(const ResidentArguments& a, const ReadyList& list, u32 tile, u32 thread,
+                    i32 floor) {
   Entry entry = entry_of<THREADS>(a, tile, thread);
   if (entry.host_slot < 0) return entry;
   const i32 state = a.device_slots[entry.index];
@@ -143,7 +144,7 @@ DEVICE Entry unpack(const ResidentArguments& a, u32 tile, u32 thread, i32 floor)
     entry.level = floor + i32(packed & SCORE_LEVELS);
     entry.mine = place < LATE;
     entry.appended = place == NEW;
-    if (entry.mine) entry.victim = name_victim(a.layer, place);
+    if (entry.mine) entry.victim = name_victim(a.layer, list, place);
   }
   return entry;
 }
@@ -166,23 +167,23 @@ DEVICE bool is_new(const ResidentArguments& a, const NewSlots& slots, i32 host_s
   return found;
 }
 
-// Claim an entry that is absent; a new row is claimed by who appends it.
+// Claim an entry that is absent; a new row for who appends it, who may have given it a slot by now.
 DEVICE void claim_entry(const ResidentArguments& a, Entry* entry, i32 found,
                         const NewSlots& new_slots) {
   entry->missing = entry->host_slot >= 0 && found < 0;
   if (__ballot_sync(ALL_LANES, entry->missing) == 0) return;
   entry->appended = is_new(a, new_slots, entry->host_slot) && entry->missing;
-  if (entry->missing && !entry->appended) entry->mine = claim(a.layer, entry->host_slot);
+  entry->mine = entry->missing && claim(a.layer, entry->host_slot) && !entry->appended;
 }
 
 // Protect an entry that was found.
 template <u32 THREADS>
 DEVICE void protect(const ResidentArguments& a, const Entry& entry, i32 found, i32 floor, i32 used,
                     RecallShared<THREADS>* shared, u32 lane) {
-  i32 before = floor + 1;  // its priority
+  i32 before = floor + 1;  // its priority; -1: of a slot that a new row has just taken
   if (found >= 0) before = atomicMax(a.layer.priority + found, entry.level);
   const u32 hits = __ballot_sync(ALL_LANES, before <= floor);
-  const u32 touched = __ballot_sync(ALL_LANES, before < used);
+  const u32 touched = __ballot_sync(ALL_LANES, before >= 0 && before < used);
   if (lane != 0) return;
   if (hits != 0) atomicAdd(&shared->hits, __popc(hits));
   if (touched != 0) atomicAdd(&shared->touched, __popc(touched));

@@ -123,14 +123,14 @@ DEVICE void add_fetched(const PrefetchArguments& a, const Fetched& fetched, u32 
 }
 
 // Give the row that lane `owner` has claimed a device slot, and go out of the gate: the slot, or -1.
-DEVICE i32 settle_claim(const PrefetchArguments& a, i32 host_slot, u32 at, u32 owner, i32 floor,
-                        Fetched* fetched, u32 lane) {
+DEVICE i32 settle_claim(const PrefetchArguments& a, const ReadyList& list, i32 host_slot, u32 at,
+                        u32 owner, i32 floor, Fetched* fetched, u32 lane) {
   const Layer& layer = a.layer;
   Victim victim = {0, NONE, NONE};
   bool settled = false;
   if (lane == owner) {
-    victim = name_victim(layer, take_names(layer, 1));
-    settled = settle(layer, &victim, host_slot, floor, floor);
+    victim = name_victim(layer, list, take_names(layer, 1));
+    settled = settle(layer, list, &victim, host_slot, floor);
     if (settled) a.host_slots[at] = host_slot;
     go_out(layer.gate);
   }
@@ -183,8 +183,9 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
 
 // Fetch those of the lanes' candidates that are absent, one after the other, as far as budgets go and
 // until the rows' selections are known. False: nothing more is to be fetched at all.
-DEVICE bool fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
-                        Landing* landing, Fetched* fetched, u32 lane) {
+DEVICE bool fetch_found(const ListedArguments& a, const ReadyList& list,
+                        const Candidate& candidate, i32 floor, Landing* landing, Fetched* fetched,
+                        u32 lane) {
   const PrefetchArguments& to = a.prefetch;
   bool waits = candidate.valid && is_open(a, candidate.row);
   if (waits) waits = load_shared_value(to.layer.host_to_device + candidate.host_slot) < 0;
@@ -203,7 +204,7 @@ DEVICE bool fetch_found(const ListedArguments& a, const Candidate& candidate, i3
     const i32 row = __shfl_sync(ALL_LANES, candidate.host_slot, next);
     send_for_row(landing, host_row(to.layer, row), to.layer.row_bytes, lane);
     // Meanwhile, where it goes, and whether the others are still wanted.
-    const i32 slot = settle_claim(to, row, at, next, floor, fetched, lane);
+    const i32 slot = settle_claim(to, list, row, at, next, floor, fetched, lane);
     left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
     land_row(to.layer, *landing, slot, lane);
   }
@@ -229,6 +230,7 @@ DEVICE void fetch_list(const ListedArguments& a, u8* shared, u32 thread) {
   const u32 index = block_index() * LISTED_THREADS + thread;
   if (index < to.rows * to.most) fetch_names_ahead(to.layer, index);
   const i32 floor = *to.layer.floor;
+  const ReadyList names = ready_list(to.layer, floor);
   Landing landing = make_landing(shared, to.layer.row_bytes, thread / WARP, lane);
   Fetched fetched = {0, 0};
   u32 place = thread % readers;
@@ -242,7 +244,7 @@ DEVICE void fetch_list(const ListedArguments& a, u8* shared, u32 thread) {
     over = over || seen != found || place >= LIST;
     if (__any_sync(ALL_LANES, found)) {
       const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
-      if (!fetch_found(a, candidate, floor, &landing, &fetched, lane)) break;
+      if (!fetch_found(a, names, candidate, floor, &landing, &fetched, lane)) break;
       since = nanoseconds();
       continue;
     }

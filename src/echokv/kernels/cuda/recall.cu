@@ -5,12 +5,13 @@
 // claims them in the mapping and tells the grid that it has looked; then its warps, which share
 // these rows evenly, send for the first of them, and it takes the next names off the ready list,
 // while it waits for the rest of the grid, since a row that somebody else selects must not leave.
-// Blocks that miss nothing don't wait at all. Blocks move their rows in the order of addresses,
-// roughly: reads that all blocks do at the same time then share translations of addresses. What has
-// to be in order is in order by the barrier alone: priorities only ever rise while a selection is
-// made resident, so that they are raised by atomic maxima, and a mapping carries its whole message.
+// Blocks that have claimed nothing don't wait for the grid, only for rows that others have claimed.
+// Blocks move their rows in the order of addresses, roughly: reads that all blocks do at the same
+// time then share translations of addresses. What has to be in order is in order by the barrier
+// alone: priorities only ever rise while a selection is made resident, so that they are raised by
+// atomic maxima, and a mapping carries its whole message.
 //
-// New rows are the last block's: to everybody else an absent one is another's claim.
+// New rows are the last block's: to everybody else an absent one is another's, whoever claimed it.
 //
 // Reads of host memory hold up all else that an SM loads through its L1 cache. Beside other kernels
 // few and wide blocks therefore have SMs for themselves, by asking for all of their shared memory,
@@ -67,21 +68,80 @@ DEVICE void move_claims(const ResidentArguments& a, const RecallShared<THREADS>*
   }
 }
 
+// A block's tiles: every step-th.
+struct Tiles {
+  u32 first, last, step;
+};
+
+// Give slots to what the block has claimed, when the grid has looked, and move the rows. `mine` is
+// of the first tile, and `at` how many claims of its stretch were before it.
+template <u32 THREADS, bool ONE_TILE>
+DEVICE void bring_claims(const ResidentArguments& a, RecallShared<THREADS>* shared,
+                         const Tiles& tiles, Entry mine, u32 at, u32 arrived,
+                         const ReadyList& list, i32 floor, u32 thread) {
+  const u32 lane = thread % WARP, warp = thread / WARP;
+  u32 claims = place_claim(a, shared, mine, &at, lane);
+  if (thread == WARP && claims != 0) shared->place = take_names(a.layer, claims);
+  block_sync();
+  if (mine.mine) mine.victim = name_victim(a.layer, list, shared->place + at);
+  if (thread == 0) grid_wait(a.layer.barrier, arrived);
+  // From now on other loads wait behind those of rows.
+  RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
+  const bool ahead =
+      fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
+  if (ahead)
+    held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
+  block_sync();
+
+  for (u32 tile = tiles.first; tile < tiles.last; tile += tiles.step) {
+    const bool first = ONE_TILE || tile == tiles.first;
+    Entry entry = mine;
+    if (!first) {
+      block_sync();  // the claims before are moved
+      if (thread < STRETCHES) shared->claims[thread] = 0;
+      block_sync();
+      entry = unpack<THREADS>(a, list, tile, thread, floor);
+      at = count_claim(a, shared, entry);
+      block_sync();
+      claims = place_claim(a, shared, entry, &at, lane);
+    }
+    const bool settled =
+        entry.mine && settle(a.layer, list, &entry.victim, entry.host_slot, entry.level);
+    if (entry.mine) a.device_slots[entry.index] = shared->device_slots[at] = entry.victim.slot;
+    const u32 recalled = __popc(__ballot_sync(ALL_LANES, entry.mine));
+    const u32 allocated = __popc(__ballot_sync(ALL_LANES, settled));
+    const u32 evicted = __popc(__ballot_sync(ALL_LANES, settled && entry.victim.owner >= 0));
+    if (lane == 0 && recalled != 0) {
+      atomicAdd(&shared->recalled, recalled);
+      atomicAdd(&shared->allocated, allocated);
+      atomicAdd(&shared->evicted, evicted);
+    }
+    block_sync();
+    move_claims(a, shared, claims, held, first && ahead, warp, lane);
+  }
+  if (thread == 0) {
+    add_total(a.layer.totals, RECALLED, shared->recalled);
+    add_total(a.layer.totals, EVICTED, shared->evicted);
+    add_total(a.layer.totals, ALLOCATED, shared->allocated);
+  }
+}
+
 // ONE_TILE: a block has no other.
 template <u32 THREADS, bool ONE_TILE>
 DEVICE void make_tiles_resident(const ResidentArguments& a) {
   RecallShared<THREADS>* shared = reinterpret_cast<RecallShared<THREADS>*>(shared_memory());
-  const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
+  const u32 thread = thread_index(), lane = thread % WARP;
   const u32 block = block_index(), blocks = grid_size() - (a.new_rows.count != 0 ? 1 : 0);
   wait_for_previous();
   let_next_start();
   if (a.fetching && thread == 0) close_gate(a.layer.gate);
   if (block == blocks) return append_block<THREADS>(a.layer, a.new_rows, 0, false);
-  const u32 last = ONE_TILE ? block + 1 : u32(a.tiles);
+  const Tiles tiles = {block, ONE_TILE ? block + 1 : u32(a.tiles), blocks};
   // Most of the priorities' lines will be wanted when the lookups are done.
   const u32 line = (block * THREADS + thread) * LINE_SLOTS;
   if (line < u32(a.layer.slots)) fetch_line(a.layer.priority + line);
-  const i32 floor = *a.layer.floor, used = used_since(a.layer, floor);
+  const i32 floor = *a.layer.floor;
+  const ReadyList list = ready_list(a.layer, floor);
   const NewSlots new_slots = load_new_slots(a, lane);
   if (thread < STRETCHES) shared->claims[thread] = 0;
   if (thread == 0) {
@@ -92,8 +152,8 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
   Entry mine = {};
   i32 where = NONE;  // `mine` is, when it was looked up
   u32 at = 0;        // among the block's claims
-  bool missed = false;
-  for (u32 tile = block; tile < last; tile += blocks) {
+  bool claimed = false, follows = false;
+  for (u32 tile = block; tile < tiles.last; tile += blocks) {
     Entry entry = entry_of<THREADS>(a, tile, thread);
     const float score = entry.index != ALL_LANES ? a.scores[entry.index] : 0;
     const Extremes extremes = extremes_of_row<THREADS>(a, tile / a.tiles_per_row, thread);
@@ -104,8 +164,9 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     // Nothing before this needs `found`, which is on its way meanwhile.
     entry.level = floor + level_of(score, range_of_row<THREADS>(extremes, shared, thread));
     claim_entry(a, &entry, found, new_slots);
-    protect(a, entry, found, floor, used, shared, lane);
-    missed = missed || entry.missing;
+    protect(a, entry, found, floor, list.used, shared, lane);
+    claimed = claimed || entry.mine;
+    follows = follows || (entry.missing && !entry.mine);
     if (ONE_TILE || tile == block) {
       mine = entry;
       where = found;
@@ -119,64 +180,22 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     }
   }
 
-  const bool wait = block_any(missed);
-  u32 before = 0, claims = 0;
-  if (thread == 0) before = grid_arrive(a.layer.barrier, block, grid_size());
+  claimed = block_any(claimed);
+  u32 arrived = 0;
+  if (thread == 0) arrived = grid_arrive(a.layer.barrier, block, grid_size());
   // All that needn't be seen by those who wait comes after the arrival.
   say_where(a, mine, where);
   if (thread == 0) {
     add_total(a.layer.totals, HITS, shared->hits);
     count_touched(a.layer, shared->touched);
   }
-  if (!wait) return;
-  claims = place_claim(a, shared, mine, &at, lane);
-  if (thread == WARP && claims != 0) shared->place = take_names(a.layer, claims);
-  block_sync();
-  if (mine.mine) mine.victim = name_victim(a.layer, shared->place + at);
-  if (thread == 0) grid_wait(a.layer.barrier, before);
-  // From now on other loads wait behind those of rows.
-  RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
-  const bool ahead =
-      fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
-  if (ahead)
-    held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
-  block_sync();
-
-  for (u32 tile = block; tile < last; tile += blocks) {
-    const bool first = ONE_TILE || tile == block;
-    Entry entry = mine;
-    if (!first) {
-      block_sync();  // the claims before are moved
-      if (thread < STRETCHES) shared->claims[thread] = 0;
-      block_sync();
-      entry = unpack<THREADS>(a, tile, thread, floor);
-      at = count_claim(a, shared, entry);
-      block_sync();
-      claims = place_claim(a, shared, entry, &at, lane);
-    }
-    const bool settled =
-        entry.mine && settle(a.layer, &entry.victim, entry.host_slot, entry.level, floor);
-    if (entry.mine) a.device_slots[entry.index] = shared->device_slots[at] = entry.victim.slot;
-    const u32 recalled = __popc(__ballot_sync(ALL_LANES, entry.mine));
-    const u32 allocated = __popc(__ballot_sync(ALL_LANES, settled));
-    const u32 evicted = __popc(__ballot_sync(ALL_LANES, settled && entry.victim.owner >= 0));
-    if (lane == 0 && recalled != 0) {
-      atomicAdd(&shared->recalled, recalled);
-      atomicAdd(&shared->allocated, allocated);
-      atomicAdd(&shared->evicted, evicted);
-    }
-    block_sync();
-    move_claims(a, shared, claims, held, first && ahead, warp, lane);
-  }
-  for (u32 tile = block; tile < last; tile += blocks) {
+  if (claimed) 
+    bring_claims<THREADS, ONE_TILE>(a, shared, tiles, mine, at, arrived, list, floor, thread);
+  if (!__any_sync(ALL_LANES, follows)) return;
+  for (u32 tile = block; tile < tiles.last; tile += blocks) {
     const Entry entry =
-        ONE_TILE || tile == block ? mine : unpack<THREADS>(a, tile, thread, floor);
+        ONE_TILE || tile == block ? mine : unpack<THREADS>(a, list, tile, thread, floor);
     follow(a, entry, floor, lane);
-  }
-  if (thread == 0) {
-    add_total(a.layer.totals, RECALLED, shared->recalled);
-    add_total(a.layer.totals, EVICTED, shared->evicted);
-    add_total(a.layer.totals, ALLOCATED, shared->allocated);
   }
 }
 

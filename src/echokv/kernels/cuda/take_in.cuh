@@ -67,8 +67,9 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   Victim victim = {0, NONE, NONE};
   bool settled = false;
   if (mine) {
-    victim = name_victim(layer, first + __popc(claims & ((1u << lane) - 1)));
-    settled = settle(layer, &victim, host_slot, floor, floor);
+    const ReadyList list = ready_list(layer, floor);
+    victim = name_victim(layer, list, first + __popc(claims & ((1u << lane) - 1)));
+    settled = settle(layer, list, &victim, host_slot, floor);
     if (settled) a.host_slots[at] = host_slot;
   }
   fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
