@@ -209,6 +209,42 @@ class LayerUnderTest:
         assert torch.equal(self.device_rows.cpu()[resident], self.host_rows[owners])
 
 
+def check_new_rows(
+    ops: FusedOps, device: torch.device, seed: int, *, rows: int, **plan: Any
+) -> None:
+    """New rows where who is next to leave is selected, and so found by some block, maybe late.
+
+    Free slots come before them on the list, or some that have been used since it was made.
+
+    Args:
+        ops: what runs it.
+        device: where.
+        seed: of the case.
+        rows: of the selection, at most.
+        plan: for the op.
+    """
+    rng = random.Random(seed)
+    free = rng.choice([0, 0, 2, 20])
+    model = LayerModel(40, 90, {slot: (slot, 700 + slot) for slot in range(free, 40)})
+    under_test = LayerUnderTest(model, device)
+    names = under_test.choose(ops, 800)
+    assert names[free:] == list(range(free, 40))
+    if rng.random() < 0.3:  # of those that somebody has, the first to leave
+        used = torch.tensor([names[free : free + 3]], dtype=torch.int32)
+        under_test.fetch(ops, used, torch.rand(used.shape), 800)
+    new = rng.sample(range(40, 90), rng.choice([1, 3, 6]))
+    others = list({*rng.sample(range(free, 40), 10), *names[free : free + 8]})
+    wanted = torch.full((rng.choice([1, rows // 3 + 1, rows]), 24), -1, dtype=torch.int32)
+    for row in wanted:
+        some = rng.sample(others + new, len(others) + rng.randint(0, len(new)))
+        row[: len(some)] = torch.tensor(some, dtype=torch.int32)
+    under_test.fetch(ops, wanted, torch.randn(wanted.shape), 800, new=new, **plan)
+    taken, touched, listed, since = under_test.cursor.tolist()
+    if free >= len(new):  # then nobody was passed over
+        levels = under_test.tensors.priority[names[taken:listed]]
+        assert [taken, touched] == [len(new), int((levels >= since).sum())]
+
+
 def expected_levels(wanted: Tensor, scores: Tensor, floor: int) -> list[int]:
     """`score_priorities` of the reference."""
     priorities = torch.empty_like(wanted)

@@ -8,7 +8,7 @@ import torch
 from tests.kernels import cuda_emulator
 from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.cuda_emulator import Emulator
-from tests.kernels.resident_model import LayerUnderTest, selection
+from tests.kernels.resident_model import LayerUnderTest, check_new_rows, selection
 from tests.kernels.test_topk import DISTRIBUTIONS, oracle
 
 from echokv.kernels.fused_layer import STALE, TOUCHED, NewRows
@@ -233,35 +233,10 @@ def test_make_resident_with_new_rows(emulator: Emulator, beside: bool, row_bytes
 
 @pytest.mark.parametrize("lanes", [4, 32])
 def test_who_leaves_for_new_rows(emulator: Emulator, lanes: int) -> None:
-    """Who is next to leave is selected: found by some block, maybe long after new rows have come.
-
-    Among free slots that are next, and others that have been used since they were listed. Blocks
-    have a tile each, or one after the other.
-    """
+    """By blocks that have a tile each, and by two that have one after the other."""
     for seed in range(60):
-        rng = random.Random(seed)
-        free = rng.choice([0, 0, 2, 20])
-        model = LayerModel(40, 90, {slot: (slot, 700 + slot) for slot in range(free, 40)})
-        under_test = LayerUnderTest(model, CPU)
-        names = under_test.choose(emulator, 800)
-        assert names[free:] == list(range(free, 40))
-        if rng.random() < 0.3:  # the first to leave of those that somebody has
-            used = torch.tensor([names[free : free + 3]], dtype=torch.int32)
-            under_test.fetch(emulator, used, torch.rand(used.shape), 800)
-        new = rng.sample(range(40, 90), rng.choice([1, 3, 6]))
-        others = list({*rng.sample(range(free, 40), 10), *names[free : free + 8]})
-        wanted = torch.full((rng.choice([1, 3, 9]), 24), -1, dtype=torch.int32)
-        for row in wanted:
-            some = rng.sample(others + new, len(others) + rng.randint(0, len(new)))
-            row[: len(some)] = torch.tensor(some, dtype=torch.int32)
-        under_test.fetch(
-            emulator, wanted, torch.randn(wanted.shape), 800, new=new, lanes=lanes,
-            most_blocks=rng.choice([2, 8]),
-        )  # fmt: skip
-        taken, touched, listed, since = under_test.cursor.tolist()
-        if free >= len(new):  # then nobody was passed over
-            levels = under_test.tensors.priority[names[taken:listed]]
-            assert [taken, touched] == [len(new), int((levels >= since).sum())]
+        most_blocks = 8 if seed % 2 else 2
+        check_new_rows(emulator, CPU, seed, rows=9, lanes=lanes, most_blocks=most_blocks)
 
 
 def test_new_rows_without_enough_room(emulator: Emulator) -> None:

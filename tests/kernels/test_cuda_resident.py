@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from tests.kernels.cache_model import LayerModel, layer_in_use
-from tests.kernels.resident_model import LayerUnderTest, selection
+from tests.kernels.resident_model import LayerUnderTest, check_new_rows, selection
 
 from echokv.kernels.cuda import fused, recall
 from echokv.kernels.fused_layer import FusedLayer
@@ -100,6 +100,13 @@ def test_make_resident_with_new_rows(beside: bool, row_bytes: int, count: int) -
                 fused, wanted, torch.randn(wanted.shape), floor, new=new, beside=beside
             )
             under_test.begin(fused, floor + 8, 1300)
+
+
+@pytest.mark.parametrize("rows", [1, 30, 700])
+def test_who_leaves_for_new_rows(rows: int) -> None:
+    """By one block, by several, and by blocks of several tiles."""
+    for seed in range(40):
+        check_new_rows(fused, CUDA, seed, rows=rows)
 
 
 def test_more_new_rows_than_a_block_takes_are_refused() -> None:

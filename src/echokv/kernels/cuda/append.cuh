@@ -111,12 +111,14 @@ DEVICE void append_block(const Layer& layer, const NewRows& a, u32 first, bool a
   bool settled = false;
   if (missing) {
     if (victim.place != shared->place + nth) victim = name_victim(layer, list, shared->place + nth);
-    // A free slot has nobody who might select it, and settle() takes it as it is. For others to be
-    // passed over or unmapped, and for a row to be absent after all, all blocks must have looked:
-    // until then a row's owner may be found, and a new row be claimed by those who wait for it.
-    const bool is_free = victim.slot >= 0 && victim.owner < 0;
-    if (!alone && !is_free) grid_wait(layer.barrier, shared->arrived);
-    settled = settle(layer, list, &victim, host_slot, floor);
+    // A free slot is taken at once: no row in it can be found, nor has it been used. For another to
+    // be passed over or unmapped, or for the row to be absent after all, all blocks must have looked:
+    // until then the other's row may be found, and this one be claimed by those who will follow it.
+    if (victim.slot < 0 || victim.owner >= 0) {
+      if (!alone) grid_wait(layer.barrier, shared->arrived);
+      pass_over_used(layer, list, &victim);
+    }
+    settled = give_slot(layer, victim, host_slot, floor);
     slot = victim.slot;
   }
   if (thread < rows.count) shared->slots[thread] = slot;

@@ -17,8 +17,8 @@
 // - a place on the list is handed out once, and a slot is on it once: nobody shares a victim;
 // - priorities only rise while rows are taken in (atomic maxima), so who was passed over stays;
 // - settle() may run only when every row that must not leave in this step, as far as this kernel
-//   knows of them, has been raised to the floor: make_resident puts a grid barrier between, but
-//   where a new row takes a free slot, which no row is in;
+//   knows of them, has been raised to the floor: make_resident puts a grid barrier between;
+// - a free slot is nobody's, and can't have been used: its name is taken at any time;
 // - a slot's new owner has at least the floor as its priority, so it isn't taken a second time;
 // - a step begins with as many names as it may take and touch, or with all slots on a new list, so
 //   the list can end only where the rows of one step exceed the pool: then the mapping is published
@@ -117,21 +117,30 @@ DEVICE Victim name_victim(const Layer& layer, const ReadyList& list, u32 place) 
   return victim;
 }
 
-// Give the victim's slot, or the next one's that may leave, to a claimed row. False: none is left.
-// A free slot hasn't been used: its priority is -1.
-DEVICE bool settle(const Layer& layer, const ReadyList& list, Victim* victim, i32 host_slot,
-                   i32 level) {
-  while (victim->owner >= 0 && load_shared_value(layer.priority + victim->slot) >= list.used)
+// The victim, or the next one on the list that hasn't been used since it was listed.
+DEVICE void pass_over_used(const Layer& layer, const ReadyList& list, Victim* victim) {
+  while (victim->slot >= 0 && load_shared_value(layer.priority + victim->slot) >= list.used)
     *victim = name_victim(layer, list, take_names(layer, 1));
-  const i32 slot = victim->slot;
+}
+
+// Give the victim's slot to a row. False: there is none.
+DEVICE bool give_slot(const Layer& layer, const Victim& victim, i32 host_slot, i32 level) {
+  const i32 slot = victim.slot;
   if (slot >= 0) {
-    if (victim->owner >= 0) store_shared_value(layer.host_to_device + victim->owner, NONE);
+    if (victim.owner >= 0) store_shared_value(layer.host_to_device + victim.owner, NONE);
     layer.device_to_host[slot] = host_slot;
     layer.device_free[slot] = 0;
     atomicMax(layer.priority + slot, level);
   }
   store_shared_value(layer.host_to_device + host_slot, slot);
   return slot >= 0;
+}
+
+// Give the victim's slot, or the next one's that may leave, to a claimed row. False: none is left.
+DEVICE bool settle(const Layer& layer, const ReadyList& list, Victim* victim, i32 host_slot,
+                   i32 level) {
+  pass_over_used(layer, list, victim);
+  return give_slot(layer, *victim, host_slot, level);
 }
 
 // Some slots that were raised were still on the list: `touched` of them.
