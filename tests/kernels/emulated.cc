@@ -195,7 +195,8 @@ void run_inter_late(u32 blocks, u32 seed, const InterArguments* a) {
 }
 static u32 prefetching_shared_bytes(const prefetching::Arguments& a) {
   static_assert(sizeof(prefetching::Shared) <= LINE, "what fetching warps want comes next");
-  return LINE + LISTED_THREADS / WARP * landing_bytes(a.listed.prefetch.layer.row_bytes);
+  const u32 row_bytes = a.listed.prefetch.layer.row_bytes;
+  return LINE + LISTED_THREADS / WARP * CLAIMS_AT_ONCE * landing_bytes(row_bytes);
 }
 void run_prefetch(u32 blocks, u32 seed, u32 tick, const prefetching::Arguments* a) {
   emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1, prefetching_shared_bytes(*a),

@@ -40,9 +40,12 @@ def fp8_gemm_nt(x: Scaled, weight: Scaled, out: Tensor) -> None:
 def fp8_m_grouped_gemm_nt_masked(
     x: Scaled, weight: Scaled, out: Tensor, counts: Tensor, expected: int
 ) -> None:
+    """Like the library's: a tile writes all its rows, so that an expert needs whole tiles."""
     check_scales(x)
     assert counts.dtype == torch.int32 and expected >= 1
+    assert out.shape[1] % 128 == 0
     for expert, count in enumerate(counts.tolist()):
+        out[expert, count : -(-count // 128) * 128] = torch.nan
         one = (x[0][expert, :count], x[1][expert, :count])
         out[expert, :count] = multiply(one, (weight[0][expert], weight[1][expert]))
 

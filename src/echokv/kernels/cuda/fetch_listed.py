@@ -23,6 +23,9 @@ KERNELS = ("fetch_listed",)
 LIST_ENTRIES = 128
 """Candidates of a scoring warp; it forgets what comes after them."""
 
+CLAIMS_AT_ONCE = 2
+"""Rows that a warp fetches at the same time."""
+
 _LINE = 128  # bytes
 
 
@@ -84,4 +87,4 @@ def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:
 
 def fetching_shared_bytes(warps: int, row_bytes: int) -> int:
     """Shared memory of so many warps that fetch; see landing.cuh."""
-    return warps * (_LINE + -(-(row_bytes + _LINE - 16) // _LINE) * _LINE)
+    return warps * CLAIMS_AT_ONCE * (_LINE + -(-(row_bytes + _LINE - 16) // _LINE) * _LINE)

@@ -10,7 +10,7 @@
 // the epoch of the launch, so that nothing need be emptied: what another launch has left is of
 // another epoch. After its last page a warp puts an END for each thread that reads its list.
 //
-// A fetching warp drops candidates that are resident, and asks for the others one after the other:
+// A fetching warp drops candidates that are resident, and asks for the others, a few at a time:
 // `counts` of its row is raised, and lowered again where that exceeds the budget, so that it ends at
 // what was granted and no grant is made twice. It claims the row, sends for it, takes a victim and
 // publishes the mapping by the protocol of claims.cuh, inside the layer's gate, at the floor
@@ -41,6 +41,8 @@ constexpr u64 PATIENCE = 1000000;    // nanoseconds
 #define LISTED_THREADS 128
 #endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
+// Rows that a warp claims before it looks again whether it should.
+constexpr u32 CLAIMS_AT_ONCE = 2;
 
 // An entry of a scoring block's list.
 struct alignas(16) Listed {
@@ -122,21 +124,21 @@ DEVICE void add_fetched(const PrefetchArguments& a, const Fetched& fetched, u32 
   add_total(a.layer.totals, ALLOCATED, fetched.rows);
 }
 
-// Give the row that lane `owner` has claimed a device slot, and go out of the gate: the slot, or -1.
-DEVICE i32 settle_claim(const PrefetchArguments& a, const ReadyList& list, i32 host_slot, u32 at,
-                        u32 owner, i32 floor, Fetched* fetched, u32 lane) {
+// Give the row that this lane has claimed a device slot, and go out of the gate: the slot, or -1.
+DEVICE i32 settle_claim(const PrefetchArguments& a, const ReadyList& list, bool mine,
+                        i32 host_slot, u32 at, i32 floor, Fetched* fetched) {
   const Layer& layer = a.layer;
   Victim victim = {0, NONE, NONE};
   bool settled = false;
-  if (lane == owner) {
+  if (mine) {
     victim = name_victim(layer, list, take_names(layer, 1));
     settled = settle(layer, list, &victim, host_slot, floor);
     if (settled) a.host_slots[at] = host_slot;
     go_out(layer.gate);
   }
-  fetched->rows += __any_sync(ALL_LANES, settled);
-  fetched->evicted += __any_sync(ALL_LANES, settled && victim.owner >= 0);
-  return __shfl_sync(ALL_LANES, victim.slot, owner);
+  fetched->rows += __popc(__ballot_sync(ALL_LANES, settled));
+  fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
+  return victim.slot;
 }
 
 // Put the row that has been sent for where it belongs.
@@ -181,34 +183,46 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
   return u32(load_shared_value(a.kth + row)) == UNKNOWN;
 }
 
-// Fetch those of the lanes' candidates that are absent, one after the other, as far as budgets go and
+// Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
 // until the rows' selections are known. False: nothing more is to be fetched at all.
 DEVICE bool fetch_found(const ListedArguments& a, const ReadyList& list,
-                        const Candidate& candidate, i32 floor, Landing* landing, Fetched* fetched,
-                        u32 lane) {
+                        const Candidate& candidate, i32 floor,
+                        Landing (&landings)[CLAIMS_AT_ONCE], Fetched* fetched, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
-  bool waits = candidate.valid && is_open(a, candidate.row);
+  bool waits = candidate.valid && is_open(a, candidate.row), shut = false;
   if (waits) waits = load_shared_value(to.layer.host_to_device + candidate.host_slot) < 0;
-  for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
-    const u32 next = __ffs(left) - 1;
-    left &= left - 1;
-    u32 answer = SHUT, at = 0;
-    if (lane == next) answer = ask_for(to, a.contexts, candidate, &at);
-    answer = __shfl_sync(ALL_LANES, answer, next);
-    if (answer == SHUT) return false;
-    if (answer == REFUSED) {
-      const u32 row = __shfl_sync(ALL_LANES, candidate.row, next);
+  for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0 && !shut;) {
+    const bool asks = (left >> lane & 1) && __popc(left & ((1u << lane) - 1)) < CLAIMS_AT_ONCE;
+    left &= ~__ballot_sync(ALL_LANES, asks);
+    u32 answer = LOST, at = 0;
+    if (asks) answer = ask_for(to, a.contexts, candidate, &at);
+    shut = __any_sync(ALL_LANES, answer == SHUT);
+    for (u32 refused = __ballot_sync(ALL_LANES, answer == REFUSED); refused != 0;) {
+      const u32 row = __shfl_sync(ALL_LANES, candidate.row, __ffs(refused) - 1);
       left &= ~__ballot_sync(ALL_LANES, candidate.row == row);
+      refused &= refused - 1;
     }
-    if (answer != GRANTED) continue;
-    const i32 row = __shfl_sync(ALL_LANES, candidate.host_slot, next);
-    send_for_row(landing, host_row(to.layer, row), to.layer.row_bytes, lane);
-    // Meanwhile, where it goes, and whether the others are still wanted.
-    const i32 slot = settle_claim(to, list, row, at, next, floor, fetched, lane);
+    const u32 granted = __ballot_sync(ALL_LANES, answer == GRANTED);
+    if (granted == 0) continue;
+    u32 sent = granted;
+#pragma unroll
+    for (u32 i = 0; i < CLAIMS_AT_ONCE; i++, sent &= sent - 1) {
+      if (sent == 0) break;
+      const i32 row = __shfl_sync(ALL_LANES, candidate.host_slot, __ffs(sent) - 1);
+      send_for_row(landings + i, host_row(to.layer, row), to.layer.row_bytes, lane);
+    }
+    // Meanwhile, where they go, and whether the others are still wanted.
+    const i32 slot = settle_claim(to, list, answer == GRANTED, candidate.host_slot, at, floor,
+                                  fetched);
     left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
-    land_row(to.layer, *landing, slot, lane);
+    sent = granted;
+#pragma unroll
+    for (u32 i = 0; i < CLAIMS_AT_ONCE; i++, sent &= sent - 1) {
+      if (sent == 0) break;
+      land_row(to.layer, landings[i], __shfl_sync(ALL_LANES, slot, __ffs(sent) - 1), lane);
+    }
   }
-  return true;
+  return !shut;
 }
 
 // Bring the lines that taking the next names in will look at into the L2 cache: one a thread.
@@ -231,7 +245,11 @@ DEVICE void fetch_list(const ListedArguments& a, u8* shared, u32 thread) {
   if (index < to.rows * to.most) fetch_names_ahead(to.layer, index);
   const i32 floor = *to.layer.floor;
   const ReadyList names = ready_list(to.layer, floor);
-  Landing landing = make_landing(shared, to.layer.row_bytes, thread / WARP, lane);
+  Landing landings[CLAIMS_AT_ONCE];
+#pragma unroll
+  for (u32 i = 0; i < CLAIMS_AT_ONCE; i++)
+    landings[i] =
+        make_landing(shared, to.layer.row_bytes, thread / WARP * CLAIMS_AT_ONCE + i, lane);
   Fetched fetched = {0, 0};
   u32 place = thread % readers;
   bool over = false;
@@ -244,7 +262,7 @@ DEVICE void fetch_list(const ListedArguments& a, u8* shared, u32 thread) {
     over = over || seen != found || place >= LIST;
     if (__any_sync(ALL_LANES, found)) {
       const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
-      if (!fetch_found(a, names, candidate, floor, &landing, &fetched, lane)) break;
+      if (!fetch_found(a, names, candidate, floor, landings, &fetched, lane)) break;
       since = nanoseconds();
       continue;
     }

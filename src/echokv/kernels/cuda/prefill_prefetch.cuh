@@ -26,7 +26,6 @@ constexpr u32 SCORE_BINS = 256;
 constexpr u32 WAVE_ROWS = 64;   // of whole tiles, at most 2 * WARP
 constexpr u32 ROTATION = 37;    // of the blocks' shares, from wave to wave: some are a unit longer
 constexpr u32 COLUMNS = 128;    // that a fetching warp looks at at once: four a lane
-constexpr u32 CLAIMS_AT_ONCE = 2;  // of a warp: what is claimed must land before it looks again
 constexpr u32 ROWS_AT_ONCE = 4;  // whose scores a lane asks for at once
 constexpr u32 NOTHING_REACHES = 0x7fc00000u;  // NaN
 

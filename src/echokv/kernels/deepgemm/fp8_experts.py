@@ -1,6 +1,6 @@
 """Experts by DeepGEMM's grouped products; contract in `kernels/reference/fp8_experts.py`.
 
-Few tokens use the masked layout, in which every expert has room for all of them; many use the
+Few tokens use the masked layout, in which every expert has rows for all of them; many use the
 contiguous one, in blocks of 128 rows of one expert each. In both, shapes depend on the number of
 tokens alone and nothing waits for the device.
 """
@@ -14,6 +14,7 @@ from echokv.kernels.triton.fp8_experts import combine, group_by_expert
 from echokv.kernels.triton.fp8_pairs import Places, gate_pairs, place_masked, quantise_pairs
 
 _MOST_MASKED = 64  # tokens
+_MASKED_ROWS = 128  # of an expert: a tile writes all its rows, in use or not (DeepGEMM issue 268)
 _BLOCK = 128  # rows of one expert together in the contiguous layout
 
 
@@ -45,10 +46,10 @@ def fp8_experts(
 
 
 class _Masked:
-    """Room for every token in each expert's rows; the product looks at those in use."""
+    """Room for every token in each expert's rows; the product skips tiles that aren't in use."""
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
-        self.places = place_masked(experts, num_experts)
+        self.places = place_masked(experts, num_experts, _MASKED_ROWS)
         self._expected = max(1, experts.numel() // num_experts)
 
     def product(self, x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -> Tensor:

@@ -31,16 +31,16 @@ class Places:
     capacity: int  # rows of one
 
 
-def place_masked(experts: Tensor, num_experts: int) -> Places:
-    """Places for experts [T, k] int64, T rows an expert, which is all that it can get."""
+def place_masked(experts: Tensor, num_experts: int, capacity: int) -> Places:
+    """Places for experts [T, k] int64, each of so many rows: at least T, all that it can get."""
     pairs, device = experts.numel(), experts.device
     rows = torch.empty(pairs, dtype=torch.int32, device=device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     _place_masked[(num_experts,)](
-        experts, rows, counts, pairs, experts.shape[0],
+        experts, rows, counts, pairs, capacity,
         min(_CHUNK, max(16, triton.next_power_of_2(pairs))),
     )  # fmt: skip
-    return Places(rows=rows, counts=counts, experts=num_experts, capacity=experts.shape[0])
+    return Places(rows=rows, counts=counts, experts=num_experts, capacity=capacity)
 
 
 def quantise_pairs(x: Tensor, places: Places, fan_out: int) -> tuple[Tensor, Tensor]:
