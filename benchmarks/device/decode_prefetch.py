@@ -72,11 +72,11 @@ class Scale:
 REAL = Scale(
     preset="deepseek-v3.2-dp8-slice",
     weights="fp8",
-    layers=20,
+    layers=10,  # five engines of 48 requests must fit
     dense_layers=1,
-    shapes=((13, 98_304), (24, 90_112), (13, 32_768)),
+    shapes=((13, 98_304), (24, 90_112), (48, 90_112), (13, 32_768)),
     steps=15,
-    warmup_steps=60,
+    warmup_steps=40,
 )
 SMALL = Scale(
     preset="small",
@@ -448,12 +448,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--commit", help="of the code; default: the git checkout's")
     parser.add_argument("--small", action="store_true", help="toy sizes, for a CPU")
     parser.add_argument("--backend", default="auto", help="auto, reference, triton or cuda")
-    parser.add_argument("--num-layers", type=int, help="of the model; default 20, one dense")
+    parser.add_argument("--num-layers", type=int, help="of the model; default 10, one dense")
     parser.add_argument("--shapes", type=_shape, nargs="+", help="requests and context: 13x32768")
     parser.add_argument("--hit-rate", type=float, default=0.95, help="of each step's selections")
     parser.add_argument("--steps", type=int, help="timed, of each side and round; default 15")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
-    parser.add_argument("--warmup-steps", type=int, help="before any is timed; default 60")
+    parser.add_argument("--warmup-steps", type=int, help="before any is timed; default 40")
     parser.add_argument("--profile", type=_shape, nargs="+", help="shapes whose layers to lay out")
     parser.add_argument("--sides", nargs="+", default=["off", "on, learnt"], help="to profile")
     return parser.parse_args()
