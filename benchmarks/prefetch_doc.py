@@ -190,7 +190,7 @@ def layer_table() -> str:
     }  # fmt: skip
     sides = {
         f"{shape_of(case)}, {side}": one["layer"]
-        for case in load("decode_prefetch")["cases"]
+        for case in load("decode_prefetch-layers")["cases"]
         for side, one in case.get("profile", {}).items()
     }
     rows = []
@@ -201,7 +201,7 @@ def layer_table() -> str:
             found = (f"{row['start_us']:.1f} to {row['start_us'] + row['us']:.1f}" for row in spans)
             cells.append(next(found, ""))
         rows.append([words, *cells])
-    return table(("us", *sides), rows)
+    return f"{table(('us', *sides), rows)}\n\n{source('decode_prefetch-layers')}"
 
 
 def scores_table() -> str:
