@@ -65,6 +65,7 @@ struct Grid {
   ucontext_t scheduler;
   Fiber* now = nullptr;
   u64 tick = 0, ticks = 0;  // what the clock says, and by how much more each time
+  u32 first;  // block of a second kernel that runs at the same time
 };
 inline Grid* grid = nullptr;
 
@@ -111,9 +112,10 @@ inline bool block_barrier(bool flag) {
 }
 
 inline void launch(u32 blocks, u32 threads, u32 cluster, size_t shared, u32 seed,
-                   std::function<void()> body, u64 tick = 0) {
+                   std::function<void()> body, u64 tick = 0, u32 first = ~0u) {
   Grid mine;
   mine.tick = tick;
+  mine.first = first < blocks ? first : blocks;
   mine.blocks = blocks, mine.threads = threads, mine.cluster = cluster;
   mine.body = body;
   mine.random.seed(seed);
@@ -173,8 +175,14 @@ DEVICE u8* shared_memory() {
                                16);
 }
 DEVICE u32 thread_index() { return emulated::grid->now->thread; }
-DEVICE u32 block_index() { return emulated::grid->now->block; }
-DEVICE u32 grid_size() { return emulated::grid->blocks; }
+DEVICE bool is_second_kernel() { return emulated::grid->now->block >= emulated::grid->first; }
+DEVICE u32 block_index() {
+  return emulated::grid->now->block - (is_second_kernel() ? emulated::grid->first : 0);
+}
+DEVICE u32 grid_size() {
+  const u32 first = emulated::grid->first;
+  return is_second_kernel() ? emulated::grid->blocks - first : first;
+}
 DEVICE void block_sync() { emulated::block_barrier(false); }
 DEVICE bool block_any(bool flag) { return emulated::block_barrier(flag); }
 

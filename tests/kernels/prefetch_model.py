@@ -97,6 +97,58 @@ class PrefetchCase:
         self, before: LayerModel, ready: list[int], floor: int, prefetch: LayerPrefetch
     ) -> set[int]:
         """Everything that must hold afterwards. Returns the host slots that were fetched."""
+        fetched = self._fetched(prefetch)
+        self._check_state(before, ready, floor, fetched)
+        return fetched
+
+    def check_beside_recall(
+        self,
+        before: LayerModel,
+        floor: int,
+        prefetch: LayerPrefetch,
+        wanted: Tensor,
+        device_slots: Tensor,
+        totals: Tensor,
+    ) -> set[int]:
+        """The same where a selection was made resident meanwhile. Returns what was fetched.
+
+        Args:
+            before: the layer.
+            floor: of the step.
+            prefetch: what ran.
+            wanted: [T, k] int32 host slots, -1 for none.
+            device_slots: [T, k] int32, where they are said to be.
+            totals: [TOTALS] int64, counted by `make_resident`.
+        """
+        fetched = self._fetched(prefetch)
+        held = self._check_rows(before)
+        where = {owner: slot for slot, (owner, _) in held.items()}
+        assert device_slots.tolist() == [
+            [where[slot] if slot >= 0 else -1 for slot in row] for row in wanted.tolist()
+        ]
+        selected = set(wanted.flatten().tolist()) - {-1}
+        levels = dict(held.values())
+        assert all(levels[slot] > floor for slot in selected)
+        # A raise that comes too late falls to the slot's next owner.
+        raised = sum(levels[slot] > floor for slot in fetched - selected)
+        assert all(levels[slot] >= floor for slot in fetched)
+        there = {owner for owner, _ in before.held.values()}
+        assert set(levels) <= there | fetched | selected
+        stayed = [slot for slot, v in before.held.items() if held[slot][0] == v[0]]
+        assert all(slot in stayed for slot, (_, level) in before.held.items() if level >= floor)
+        hits, recalled, left, written, given = totals.tolist()
+        _, early, early_left, _, _ = self.layer.totals.tolist()
+        short = len(selected) - hits - recalled  # their first raise was another's
+        assert 0 <= short <= len(fetched & selected) and given == recalled and written == 0
+        assert raised + short == 0 or left + early_left > 0
+        assert early == len(fetched), "counted otherwise than noted"
+        assert len(held) == len(before.held) + early + recalled - left - early_left
+        assert recalled >= len(selected - there - fetched)
+        assert recalled <= len(selected - fetched)
+        return fetched
+
+    def _fetched(self, prefetch: LayerPrefetch) -> set[int]:
+        """What is noted as fetched, which only candidates within their budgets may be."""
         found = prefetch.found
         host_slots, scores, counts = found.host_slots.cpu(), found.scores.cpu(), found.counts.cpu()
         fetched: list[int] = []
@@ -116,16 +168,24 @@ class PrefetchCase:
             assert all(allowed.get(slot) == score for slot, score in mine)
             fetched += [slot for slot, _ in mine]
         assert len(set(fetched)) == len(fetched), "fetched twice"
-        self._check_state(before, ready, floor, set(fetched))
         return set(fetched)
 
-    def _check_state(
-        self, before: LayerModel, ready: list[int], floor: int, fetched: set[int]
-    ) -> None:
+    def _check_rows(self, before: LayerModel) -> dict[int, tuple[int, int]]:
+        """That mappings agree and rows are where they say: who holds each slot, and its level."""
         tensors, layer = self.layer.tensors, self.layer
         owners, levels = tensors.device_to_host.tolist(), tensors.priority.tolist()
         held = {slot: (owner, levels[slot]) for slot, owner in enumerate(owners) if owner >= 0}
         tensors.assert_is(LayerModel(before.device_slots, before.host_slots, held))
+        resident = sorted(held)
+        rows = torch.tensor([held[slot][0] for slot in resident], dtype=torch.long)
+        slots = torch.tensor(resident, dtype=torch.long)
+        assert torch.equal(layer.device_rows.cpu()[slots], layer.host_rows[rows])
+        return held
+
+    def _check_state(
+        self, before: LayerModel, ready: list[int], floor: int, fetched: set[int]
+    ) -> None:
+        layer, held = self.layer, self._check_rows(before)
         taken = ready[: int(layer.cursor[0])]
         free_to_go = [slot for slot in taken if before.held.get(slot, (0, -1))[1] < floor]
         assert {owner for owner, _ in held.values()} >= fetched
@@ -136,10 +196,6 @@ class PrefetchCase:
         assert held == untouched | now
         left = [slot for slot in free_to_go if slot in before.held]
         assert layer.totals.tolist() == [0, len(fetched), len(left), 0, len(fetched)]
-        resident = sorted(held)
-        rows = torch.tensor([held[slot][0] for slot in resident], dtype=torch.long)
-        slots = torch.tensor(resident, dtype=torch.long)
-        assert torch.equal(layer.device_rows.cpu()[slots], layer.host_rows[rows])
         layer.model.held = held
 
 

@@ -159,8 +159,8 @@ def test_hostile_predictions_and_budgets(
 def test_a_thousand_replays_under_eviction_pressure() -> None:
     """Hostile predictions, shared blocks and a pool of the least size, in one captured step.
 
-    Every replay: the scores are those without prefetch, and each selected row is where it is said
-    to be, byte for byte.
+    Rows are still being fetched while the selection is made resident. Every replay: the scores are
+    those without prefetch, and each selected row is where it is said to be, byte for byte.
     """
     rng = random.Random(9)
     rows, k, most, lens = 6, 64, 24, [700, 0, 1500, 64, 1499, 1000]
@@ -189,13 +189,12 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
             thresholds=thresholds, limits=limits, lists=on_gpu.lists, found=found,
             kth_scores=kth_scores, rows_per_unit=0, least=most,
         )  # fmt: skip
-        scores = prefetch.index_scores_prefetch(*on_gpu.arguments, ahead, on_gpu.fork)
+        scores = prefetch.index_scores_prefetch(*on_gpu.arguments, ahead, manager.fork_ahead)
         tables = on_gpu.arguments[4]
         positions = prefetch.topk_rows(scores, lens_on_gpu, k, request_rows, tables, kth_scores)[0]
         wanted = positions_to_host_slots(positions, request_rows, tables)
         best = scores.gather(1, positions.clamp(min=0).long())
         wrong.add_((scores != index_scores(*on_gpu.arguments)).sum())
-        torch.cuda.current_stream().wait_stream(on_gpu.side)
         slots = manager.make_resident(0, HostSlots(wanted), best)
         wrong.add_((slots < 0).ne(wanted < 0).sum())
         taken = manager.rows(0)[slots.clamp(min=0).long()]

@@ -79,6 +79,7 @@ class ReadyLists:
         *,
         new_rows: NewRows | None = None,
         beside: bool = False,
+        fetching: bool = False,
     ) -> Tensor:
         """[T, k] int32 device slots; what was missing has taken the first names on the list.
 
@@ -88,10 +89,17 @@ class ReadyLists:
             scores: [T, k] float32.
             new_rows: of this layer, appended first; at most MOST_NEW_ROWS.
             beside: other kernels run at the same time.
+            fetching: one of them may fetch rows of this layer.
         """
         device_slots = torch.empty_like(host_slots)
         self._fused.make_resident(
-            host_slots, scores, self.use(layer), device_slots, new_rows=new_rows, beside=beside
+            host_slots,
+            scores,
+            self.use(layer),
+            device_slots,
+            new_rows=new_rows,
+            beside=beside,
+            fetching=fetching,
         )
         return device_slots
 

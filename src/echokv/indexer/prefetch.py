@@ -139,7 +139,7 @@ class Prefetcher:
         fmt: IndexKeyFormat,
         batch: ForwardBatch,
     ) -> Tensor | None:
-        """Scores of a layer while rows move, on the side stream, that they name.
+        """Scores of a layer while rows move, on a stream beside, that they name.
 
         Args:
             index_layer: place among the layers that have an indexer.
@@ -180,7 +180,7 @@ class Prefetcher:
             batch.context_lens,
             batch.max_context_len,
             prefetch,
-            lambda: self._cache.side.fork(catches_up=False),
+            self._cache.fork_ahead,
         )
 
     def _begin_fused(self, batch: ForwardBatch) -> _Pass:

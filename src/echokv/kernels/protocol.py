@@ -35,6 +35,7 @@ class FusedRecall(Protocol):
         *,
         new_rows: NewRows | None = None,
         beside: bool = False,
+        fetching: bool = False,
     ) -> None: ...
 
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None: ...

@@ -179,9 +179,6 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   const bool mine = wants && claim(layer, host_slot);
   const u32 claims = __ballot_sync(ALL_LANES, mine);
   if (claims == 0) return;
-  // The first row is on its way while its victim is looked for.
-  const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
-  const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
   u32 first = 0;
   if (lane == 0) first = take_names(layer, __popc(claims));
   first = __shfl_sync(ALL_LANES, first, 0);
@@ -190,11 +187,14 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   if (mine) {
     const ReadyList list = ready_list(layer, floor);
     victim = name_victim(layer, list, first + __popc(claims & ((1u << lane) - 1)));
-    settled = settle(layer, list, &victim, host_slot, floor);
+    settled = settle_ahead(layer, list, &victim, host_slot, floor);
     if (settled) a.host_slots[at] = host_slot;
   }
   fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
   fetched->rows += __popc(__ballot_sync(ALL_LANES, settled));
+  // Not before: a fence waits for loads that are on their way.
+  const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
+  const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
   copy_rows(layer, part, host_slot, victim.slot, claims, lane);
 }
 

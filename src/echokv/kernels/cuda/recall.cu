@@ -156,13 +156,15 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     Entry entry = entry_of<THREADS>(a, tile, thread);
     const float score = entry.index != ALL_LANES ? a.scores[entry.index] : 0;
     const Extremes extremes = extremes_of_row<THREADS>(a, tile / a.tiles_per_row, thread);
-    const i32 found =
+    i32 found =
         entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
     if (!ONE_TILE && tile != block) block_sync();  // the row before is read
     // Nothing before this needs `found`, which is on its way meanwhile.
     entry.level = floor + level_of(score, range_of_row<THREADS>(extremes, shared, thread));
+    i32 before = floor + 1;
+    if (a.fetching) before = hold(a.layer, entry.host_slot, &found, entry.level, floor);
     claim_entry(a, &entry, found, new_slots);
-    protect(a, entry, found, floor, list.used, shared, lane);
+    protect(a, entry, found, before, floor, list.used, shared, lane);
     claimed = claimed || entry.mine;
     follows = follows || (entry.missing && !entry.mine);
     if (ONE_TILE || tile == block) {
