@@ -49,8 +49,7 @@ class Sizes:
             on_device: False on a CPU, where no workspace is kept.
         """
         layers = model.num_hidden_layers
-        # Without offload one int32 and one flag a slot suffice for all layers: cache.resident.
-        host_metadata, device_metadata = (4 * layers, 13 * layers) if config.offload else (0, 5)
+        host_metadata, device_metadata = metadata_bytes(layers, offload=config.offload)
         return cls(
             row_bytes=layers * row_format.row_bytes,
             key_bytes=len(model.index_layers) * index_key_format.key_bytes,
@@ -75,6 +74,12 @@ class Sizes:
     def device_slot_bytes(self) -> int:
         """Device bytes that every device slot takes, all layers together."""
         return self.row_bytes + self.device_metadata_bytes
+
+
+def metadata_bytes(layers: int, *, offload: bool) -> tuple[int, int]:
+    """Bytes of mappings and priorities of a host slot and of a device slot, in all layers."""
+    # Without offload one int32 and one flag a slot suffice for all layers: see cache.resident.
+    return (4 * layers, 13 * layers) if offload else (0, 5)
 
 
 def _workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
