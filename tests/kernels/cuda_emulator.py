@@ -36,7 +36,7 @@ from echokv.kernels.cuda.layer import (
     moves_16_bytes,
     rows_to_append,
 )
-from echokv.kernels.fused_layer import MOST_NEW_ROWS, FusedLayer, NewRows
+from echokv.kernels.fused_layer import MOST_NEW_ROWS, FusedLayer, FusedLayers, NewRows
 from echokv.kernels.prefetch_args import CandidateLists, LayerPrefetch
 from echokv.kernels.reference.index_scores import index_scores as reference_scores
 from echokv.kernels.reference.topk import topk_rows as reference_topk_rows
@@ -192,17 +192,13 @@ class Emulator:
         self._library.run_tiling(blocks, self._next(), ctypes.byref(arguments))
         return works, covered
 
-    def choose_victims(
-        self, floor: Tensor, priority: Tensor, ready: Tensor, cursor: Tensor, most_rows: int
-    ) -> None:
+    def choose_victims(self, layers: FusedLayers, most_rows: int, most_free: int) -> None:
         """`choose_victims`."""
-        layers, slots = priority.shape
-        arguments = victims.VictimArguments(
-            pointer(floor), pointer(priority), pointer(ready), pointer(cursor), slots, most_rows,
-        )  # fmt: skip
+        layers.check()
+        arguments = victims.victim_arguments(layers, most_rows, most_free)
         shared = 4 * (VICTIM_THREADS // 32 + victims.AGES)
         self._library.run_choose_victims(
-            layers * 2, 2, shared, self._next(), ctypes.byref(arguments)
+            layers.priority.shape[0] * 2, 2, shared, self._next(), ctypes.byref(arguments)
         )
 
     def make_resident(
@@ -214,7 +210,6 @@ class Emulator:
         *,
         new_rows: NewRows | None = None,
         beside: bool = False,
-        fetching: bool = False,
         lanes: int | None = None,
         most_blocks: int = 4,
     ) -> None:
@@ -225,7 +220,6 @@ class Emulator:
         plan, arguments = self._resident_run(
             host_slots, scores, layer, device_slots, new_rows, threads=threads,
             lanes=lanes or (4 if rows * k <= FEW_ENTRIES else 32), most_blocks=most_blocks,
-            fetching=fetching,
         )  # fmt: skip
         count, row_bytes = arguments.new_rows.count, arguments.layer.row_bytes
         assert count <= min(MOST_NEW_ROWS, threads)
@@ -248,7 +242,6 @@ class Emulator:
         threads: int,
         lanes: int,
         most_blocks: int,
-        fetching: bool,
     ) -> tuple[recall.ResidentPlan, recall.ResidentArguments]:
         """How blocks of so many threads share a selection, and the argument of the run."""
         rows, k = host_slots.shape
@@ -260,7 +253,7 @@ class Emulator:
             layer_of(layer), rows_to_append(new, layer, each=max(1, count), staged=count % 2 == 1),
             pointer(host_slots), pointer(scores), pointer(device_slots), k,
             plan.tiles, plan.tiles_per_row, plan.lanes, plan.movers,
-            moves_16_bytes(layer.host_rows, layer.device_rows), recall.stretch_of(layer), fetching,
+            moves_16_bytes(layer.host_rows, layer.device_rows), recall.stretch_of(layer),
         )  # fmt: skip
         return plan, arguments
 
@@ -314,7 +307,7 @@ class Emulator:
         pauses: int,
         known: bool,
     ) -> None:
-        """That, and at the same time `make_resident`, which closes the gate.
+        """That, and at the same time `make_resident`.
 
         Args:
             rows: the first arguments of `prefetch`.
@@ -328,7 +321,7 @@ class Emulator:
         shares, threads = torch.zeros((blocks, 3), dtype=torch.int32), 2 * RECALL_THREADS
         arguments, _lists = self._prefetch_run(rows, prefetch, shares, LISTED_THREADS // 32, known)
         plan, resident = self._resident_run(
-            *selection, None, threads=threads, lanes=4, most_blocks=recalling, fetching=True
+            *selection, None, threads=threads, lanes=4, most_blocks=recalling
         )
         shared = recall.resident_shared_bytes(threads)
         self._library.run_prefetch_beside_recall(

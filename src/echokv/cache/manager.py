@@ -180,12 +180,7 @@ class CacheManager:
     ) -> DeviceSlots:
         if self._ready is not None:
             device_slots = self._ready.make_resident(
-                layer,
-                host_slots,
-                scores,
-                new_rows=new_rows,
-                beside=beside,
-                fetching=self._ahead.is_busy,
+                layer, host_slots, scores, new_rows=new_rows, beside=beside
             )
             return DeviceSlots(device_slots)
         state, counts = self.state.layer(layer), self._selecting

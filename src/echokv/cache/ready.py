@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from echokv.cache.state import CacheState
-from echokv.kernels.fused_layer import CURSOR, STALE, TOUCHED, FusedLayer, NewRows
+from echokv.kernels.fused_layer import CURSOR, STALE, TOUCHED, FusedLayer, FusedLayers, NewRows
 from echokv.kernels.protocol import FusedRecall
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
+
+
+FREE_SHARE = 32
+"""At most one in so many device slots of a layer is made free before a step asks for it."""
 
 
 class ReadyLists:
@@ -43,6 +47,16 @@ class ReadyLists:
         device = state.priority.device
         self._cursors = torch.zeros((state.num_layers, CURSOR), dtype=torch.int32, device=device)
         self._barrier = torch.zeros(1, dtype=torch.int32, device=device)
+        self._layers = FusedLayers(
+            floor=state.floor,
+            device_free=state.device_free,
+            priority=state.priority,
+            device_to_host=state.device_to_host,
+            host_to_device=state.host_to_device,
+            ready=state.slot_buffer,
+            cursor=self._cursors,
+            totals=totals,
+        )
         self.scratch = torch.empty(state.device_slots, dtype=torch.int32, device=device)
         """[N_G] int32: what the other ops may use as their slot_buffer."""
 
@@ -54,13 +68,8 @@ class ReadyLists:
         """
         slots = self._state.device_slots
         # What is taken in, and what is on the list but turns out to be selected: no more than that.
-        self._fused.choose_victims(
-            self._state.floor,
-            self._state.priority,
-            self._state.slot_buffer,
-            self._cursors,
-            slots if most_rows is None else max(1, min(slots, most_rows)),
-        )
+        most_names = slots if most_rows is None else max(1, min(slots, most_rows))
+        self._fused.choose_victims(self._layers, most_names, slots // FREE_SHARE)
 
     def forget(self, layer: int | None = None) -> None:
         """Have a list made anew for the next step: other ops have freed slots, or used some.
@@ -79,7 +88,6 @@ class ReadyLists:
         *,
         new_rows: NewRows | None = None,
         beside: bool = False,
-        fetching: bool = False,
     ) -> Tensor:
         """[T, k] int32 device slots; what was missing has taken the first names on the list.
 
@@ -89,17 +97,10 @@ class ReadyLists:
             scores: [T, k] float32.
             new_rows: of this layer, appended first; at most MOST_NEW_ROWS.
             beside: other kernels run at the same time.
-            fetching: one of them may fetch rows of this layer.
         """
         device_slots = torch.empty_like(host_slots)
         self._fused.make_resident(
-            host_slots,
-            scores,
-            self.use(layer),
-            device_slots,
-            new_rows=new_rows,
-            beside=beside,
-            fetching=fetching,
+            host_slots, scores, self.use(layer), device_slots, new_rows=new_rows, beside=beside
         )
         return device_slots
 

@@ -27,11 +27,6 @@ class SideStream:
         self._later: list[Callable[[], None]] = []
         self._busy = False
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether something was forked that the main stream hasn't waited for."""
-        return self._busy
-
     @contextmanager
     def fork(
         self, *keep: object, catches_up: bool = True, after: "SideStream | None" = None

@@ -24,12 +24,6 @@
 //   the list can end only where the rows of one step exceed the pool: then the mapping is published
 //   as -1, and the row is missing from the totals.
 // A mapping may be published before its row has landed: only later kernels may read device rows.
-//
-// A kernel that fetches ahead may still be at it while another makes a selection resident, and names
-// who leaves without knowing who is selected. So it swaps a victim's priority for LEAVING, which
-// fails where it has been raised since; whoever raises a priority and finds LEAVING, or the floor and
-// another's row, has come too late: the row is absent (`hold`). The new owner's floor replaces LEAVING
-// when the slot is known to be its own. Until then raises are lost on it, and are made again.
 // Released slots stay on the list as free ones: their owner reads -1, and nobody is unmapped. They
 // should go first, though, so that a release asks for a new list.
 #pragma once
@@ -37,10 +31,9 @@
 
 constexpr i32 NONE = -1;
 constexpr i32 PENDING = -2;  // in host_to_device: claimed, no device slot yet
-constexpr i32 LEAVING = 0x7fffffff;  // a priority: the slot's row is being evicted
 constexpr u32 SCORE_BITS = 3, SCORE_LEVELS = 7;
 
-enum Cursor { TAKEN, TOUCHED, LISTED, SINCE };  // columns of a layer's cursor
+enum Cursor { TAKEN, TOUCHED, LISTED, SINCE, BEGAN, CURSOR };  // columns of a layer's cursor
 
 enum Total { HITS, RECALLED, EVICTED, WRITTEN, ALLOCATED };  // columns of the manager's totals
 
@@ -52,7 +45,8 @@ struct Layer {
   i32* device_to_host;  // [N_G]
   u8* device_free;      // [N_G]
   const i32* ready;     // [N_G], who leaves first
-  i32* cursor;          // [4]: names taken, names touched, names listed, the floor at that time
+  i32* cursor;          // [CURSOR]: names taken, touched and listed, the floor when they were, and
+                        // how many were taken when the step began
   u64* totals;          // [5]
   u32* barrier;         // [1]
   u8* host_rows;        // [N_H, row_bytes]
@@ -106,6 +100,9 @@ DEVICE Victim name_victim(const Layer& layer, const ReadyList& list, u32 place) 
   return victim;
 }
 
+// Whether there is one whose slot is free.
+DEVICE bool is_free(const Victim& victim) { return victim.slot >= 0 && victim.owner < 0; }
+
 // The victim, or the next one on the list that hasn't been used since it was listed.
 DEVICE void pass_over_used(const Layer& layer, const ReadyList& list, Victim* victim) {
   while (victim->slot >= 0 && load_shared_value(layer.priority + victim->slot) >= list.used)
@@ -128,42 +125,8 @@ DEVICE bool give_slot(const Layer& layer, const Victim& victim, i32 host_slot, i
 // Give the victim's slot, or the next one's that may leave, to a claimed row. False: none is left.
 DEVICE bool settle(const Layer& layer, const ReadyList& list, Victim* victim, i32 host_slot,
                    i32 level) {
-  pass_over_used(layer, list, victim);
+  if (!is_free(*victim)) pass_over_used(layer, list, victim);
   return give_slot(layer, *victim, host_slot, level);
-}
-
-// The same for who fetches ahead.
-DEVICE bool settle_ahead(const Layer& layer, const ReadyList& list, Victim* victim, i32 host_slot,
-                         i32 floor) {
-  while (victim->slot >= 0) {
-    const i32 priority = load_shared_value(layer.priority + victim->slot);
-    if (priority < list.used && atomicCAS(layer.priority + victim->slot, priority, LEAVING) == priority)
-      break;
-    *victim = name_victim(layer, list, take_names(layer, 1));
-  }
-  const i32 slot = victim->slot;
-  if (slot >= 0) {
-    if (victim->owner >= 0) store_shared_value(layer.host_to_device + victim->owner, NONE);
-    store_shared_value(layer.device_to_host + slot, host_slot);
-    layer.device_free[slot] = 0;
-    device_fence();
-    store_shared_value(layer.priority + slot, floor);
-  }
-  store_shared_value(layer.host_to_device + host_slot, slot);
-  return slot >= 0;
-}
-
-// Raise the priority of a row that was found, beside who fetches ahead. What it was before; where
-// the row has left, `found` is what its mapping says now.
-DEVICE i32 hold(const Layer& layer, i32 host_slot, i32* found, i32 level, i32 floor) {
-  while (*found >= 0) {
-    const i32 before = atomicMax(layer.priority + *found, level);
-    if (before < floor) return before;
-    if (before != LEAVING && load_shared_value(layer.device_to_host + *found) == host_slot)
-      return before;
-    *found = load_shared_value(layer.host_to_device + host_slot);
-  }
-  return floor + 1;
 }
 
 // Some slots that were raised were still on the list: `touched` of them.

@@ -42,7 +42,6 @@ struct ResidentArguments {
   i32 movers;         // warps of a block that move rows, if they are few
   i32 words_of_16;    // whether both pools' rows are made of them
   u32 stretch;        // host slots of one
-  i32 fetching;       // whether another kernel may still be fetching rows of the layer
 };
 
 // Priorities of a row's entries: the step, then the place of a score within the row's range.
@@ -178,10 +177,10 @@ DEVICE void claim_entry(const ResidentArguments& a, Entry* entry, i32 found,
 
 // Protect an entry that was found.
 template <u32 THREADS>
-DEVICE void protect(const ResidentArguments& a, const Entry& entry, i32 found, i32 before, i32 floor,
-                    i32 used, RecallShared<THREADS>* shared, u32 lane) {
-  // `before`: its priority; -1: of a slot that a new row has just taken
-  if (!a.fetching && found >= 0) before = atomicMax(a.layer.priority + found, entry.level);
+DEVICE void protect(const ResidentArguments& a, const Entry& entry, i32 found, i32 floor, i32 used,
+                    RecallShared<THREADS>* shared, u32 lane) {
+  i32 before = floor + 1;  // its priority; -1: of a slot that a new row has just taken
+  if (found >= 0) before = atomicMax(a.layer.priority + found, entry.level);
   const u32 hits = __ballot_sync(ALL_LANES, before <= floor);
   const u32 touched = __ballot_sync(ALL_LANES, before >= 0 && before < used);
   if (lane != 0) return;
@@ -204,9 +203,7 @@ DEVICE void follow(const ResidentArguments& a, const Entry& entry, i32 floor, u3
   i32 before = floor + 1;
   if (entry.missing && !entry.mine) {
     const i32 slot = await_claim(a.layer, entry.host_slot);
-    if (slot >= 0) do {
-        before = atomicMax(a.layer.priority + slot, entry.level);
-      } while (before == LEAVING);
+    if (slot >= 0) before = atomicMax(a.layer.priority + slot, entry.level);
     a.device_slots[entry.index] = slot;
   }
   const bool found = before == floor || (entry.appended && before < floor);

@@ -179,6 +179,9 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   const bool mine = wants && claim(layer, host_slot);
   const u32 claims = __ballot_sync(ALL_LANES, mine);
   if (claims == 0) return;
+  // The first row is on its way while its victim is looked for.
+  const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
+  const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
   u32 first = 0;
   if (lane == 0) first = take_names(layer, __popc(claims));
   first = __shfl_sync(ALL_LANES, first, 0);
@@ -187,15 +190,45 @@ DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 a
   if (mine) {
     const ReadyList list = ready_list(layer, floor);
     victim = name_victim(layer, list, first + __popc(claims & ((1u << lane) - 1)));
-    settled = settle_ahead(layer, list, &victim, host_slot, floor);
+    settled = settle(layer, list, &victim, host_slot, floor);
     if (settled) a.host_slots[at] = host_slot;
   }
   fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
   fetched->rows += __popc(__ballot_sync(ALL_LANES, settled));
-  // Not before: a fence waits for loads that are on their way.
-  const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
-  const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
   copy_rows(layer, part, host_slot, victim.slot, claims, lane);
+}
+
+// The same, into free slots only, beside a recall that protects what it finds: none may leave now.
+// False: no slot is free any more.
+DEVICE bool take_in_free(const PrefetchArguments& a, bool wants, i32 host_slot, u32 at, i32 floor,
+                         Fetched* fetched, u32 lane) {
+  const Layer& layer = a.layer;
+  const u32 asking = __ballot_sync(ALL_LANES, wants);
+  if (asking == 0) return true;
+  u32 first = 0;
+  if (lane == 0) first = take_names(layer, __popc(asking));
+  first = __shfl_sync(ALL_LANES, first, 0);
+  Victim victim = {0, NONE, NONE};
+  if (wants)
+    victim = name_victim(layer, ready_list(layer, floor),
+                         first + __popc(asking & ((1u << lane) - 1)));
+  const bool room = is_free(victim), mine = room && claim(layer, host_slot);
+  const u32 claims = __ballot_sync(ALL_LANES, mine);
+  if (mine) {
+    layer.device_to_host[victim.slot] = host_slot;
+    layer.device_free[victim.slot] = 0;
+    store_shared_value(layer.priority + victim.slot, floor);
+    a.host_slots[at] = host_slot;
+    device_fence();  // whoever sees the mapping sees the priority: then it is a hit
+    store_shared_value(layer.host_to_device + host_slot, victim.slot);
+  }
+  fetched->rows += __popc(claims);
+  if (claims != 0) {
+    const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
+    const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
+    copy_rows(layer, part, host_slot, victim.slot, claims, lane);
+  }
+  return !__any_sync(ALL_LANES, wants && !room);
 }
 
 // List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
@@ -233,8 +266,9 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
 
 // Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
 // until the rows' selections are known. Budgets are asked for by a few at a time too, so that
-// whoever comes first doesn't take for a long queue of its own what others could fetch at once.
-DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
+// whoever comes first doesn't take for a long queue of its own what others could fetch at once. False:
+// no slot is free any more.
+DEVICE bool fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
                         Fetched* fetched, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
   bool waits = candidate.valid && is_open(a, candidate.row);
@@ -256,9 +290,10 @@ DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i3
       left &= ~__ballot_sync(ALL_LANES, candidate.row == row);  // it has no budget left
       refused &= refused - 1;
     }
-    take_in(to, granted, candidate.host_slot, at, floor, fetched, lane);
+    if (!take_in_free(to, granted, candidate.host_slot, at, floor, fetched, lane)) return false;
     left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
   }
+  return true;
 }
 
 // A thread of a block that fetches what the scoring block of the same number lists.
@@ -280,7 +315,7 @@ DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
     over = over || seen != found || place >= LIST;
     if (__any_sync(ALL_LANES, found)) {
       const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
-      fetch_found(a, candidate, floor, &fetched, lane);
+      if (!fetch_found(a, candidate, floor, &fetched, lane)) break;
       since = nanoseconds();
       continue;
     }

@@ -84,14 +84,17 @@ DEVICE void bring_claims(const ResidentArguments& a, RecallShared<THREADS>* shar
   if (thread == WARP && claims != 0) shared->place = take_names(a.layer, claims);
   block_sync();
   if (mine.mine) mine.victim = name_victim(a.layer, list, shared->place + at);
-  if (thread == 0) grid_wait(a.layer.barrier, arrived);
   // From now on other loads wait behind those of rows.
   RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
   const bool ahead =
       fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
   if (ahead)
     held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
-  block_sync();
+  // Nobody finds a row in a free slot: for others to leave, the grid must have looked.
+  if (block_any(mine.mine && !is_free(mine.victim)) || !ONE_TILE) {
+    if (thread == 0) grid_wait(a.layer.barrier, arrived);
+    block_sync();
+  }
 
   for (u32 tile = tiles.first; tile < tiles.last; tile += tiles.step) {
     const bool first = ONE_TILE || tile == tiles.first;
@@ -156,15 +159,13 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     Entry entry = entry_of<THREADS>(a, tile, thread);
     const float score = entry.index != ALL_LANES ? a.scores[entry.index] : 0;
     const Extremes extremes = extremes_of_row<THREADS>(a, tile / a.tiles_per_row, thread);
-    i32 found =
+    const i32 found =
         entry.host_slot >= 0 ? load_shared_value(a.layer.host_to_device + entry.host_slot) : NONE;
     if (!ONE_TILE && tile != block) block_sync();  // the row before is read
     // Nothing before this needs `found`, which is on its way meanwhile.
     entry.level = floor + level_of(score, range_of_row<THREADS>(extremes, shared, thread));
-    i32 before = floor + 1;
-    if (a.fetching) before = hold(a.layer, entry.host_slot, &found, entry.level, floor);
     claim_entry(a, &entry, found, new_slots);
-    protect(a, entry, found, before, floor, list.used, shared, lane);
+    protect(a, entry, found, floor, list.used, shared, lane);
     claimed = claimed || entry.mine;
     follows = follows || (entry.missing && !entry.mine);
     if (ONE_TILE || tile == block) {

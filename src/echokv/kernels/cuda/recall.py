@@ -56,16 +56,7 @@ class ResidentArguments(Arguments):
         *((name, ctypes.c_void_p) for name in ("host_slots", "scores", "device_slots")),
         *(
             (name, ctypes.c_int32)
-            for name in (
-                "k",
-                "tiles",
-                "tiles_per_row",
-                "lanes",
-                "movers",
-                "words_of_16",
-                "stretch",
-                "fetching",
-            )
+            for name in ("k", "tiles", "tiles_per_row", "lanes", "movers", "words_of_16", "stretch")
         ),
     )
 
@@ -91,7 +82,6 @@ def make_resident(
     *,
     new_rows: NewRows | None = None,
     beside: bool = False,
-    fetching: bool = False,
     lanes: int | None = None,
 ) -> None:
     """Fetch what is missing of a selection, evicting as needed, and say where all of it is.
@@ -110,8 +100,6 @@ def make_resident(
         device_slots: [T, k] int32 out, -1 exactly where host_slots is -1 or no room was left.
         new_rows: at most MOST_NEW_ROWS, appended first; a selection may name them.
         beside: leave most SMs to kernels on other streams.
-        fetching: a prefetch of the layer may still run on another stream. Its rows may land later
-            than this launch ends: whoever reads rows waits for both.
         lanes: entries of a warp, at most 32; None: by the size of the selection.
 
     Raises:
@@ -139,7 +127,7 @@ def make_resident(
         layer_of(layer), rows_to_append(new, layer, each=max(1, count), staged=staged),
         pointer(host_slots), pointer(scores), pointer(device_slots), k,
         plan.tiles, plan.tiles_per_row, plan.lanes, plan.movers,
-        moves_16_bytes(layer.host_rows, layer.device_rows), stretch_of(layer), fetching,
+        moves_16_bytes(layer.host_rows, layer.device_rows), stretch_of(layer),
     )  # fmt: skip
     kernel = "make_resident" if plan.tiles == plan.blocks else "make_many_resident"
     shared_bytes = max(resident_shared_bytes(plan.threads), appending if staged else 0)
