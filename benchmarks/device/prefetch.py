@@ -362,9 +362,7 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         for repeat in range(-LEARNING, sizes.repeats):
             for name, ((replay, results, finish), kind, near) in variants.items():
                 generator.manual_seed(repeat + LEARNING)
-                missing = case.prepare(
-                    hit, kind, generator, near=near, taken=slots_taken.get(name)
-                )
+                missing = case.prepare(hit, kind, generator, near=near, taken=slots_taken.get(name))
                 recall_limits(world.predictions, None if name == "worst" else learnt.get(name))
                 before = world.manager.counters()
                 taken = microseconds(replay, world.flush) / sizes.layers

@@ -96,9 +96,27 @@ class PrefetchCase:
     def check(
         self, before: LayerModel, ready: list[int], floor: int, prefetch: LayerPrefetch
     ) -> set[int]:
-        """Everything that must hold afterwards. Returns the host slots that were fetched."""
+        """Everything that must hold afterwards. Returns the host slots that were fetched.
+
+        Args:
+            before: the layer.
+            ready: its list.
+            floor: of the step.
+            prefetch: what ran.
+        """
         fetched = self._fetched(prefetch)
-        self._check_state(before, ready, floor, fetched)
+        layer, held = self.layer, self._check_rows(before)
+        now = {slot: (owner, floor) for slot, (owner, _) in held.items() if owner in fetched}
+        assert held == before.held | now and len(now) == len(fetched)
+        assert before.held.keys().isdisjoint(now), "a row has left"
+        taken = {*ready[: int(layer.cursor[0])]} - before.held.keys()
+        assert now.keys() <= taken
+        rows = range(len(self.lens))
+        named = Counter(slot for row in rows for slot in self.candidates(row))
+        # Whoever takes a name for a row that another claims meanwhile has taken it in vain.
+        assert len(taken) - len(now) <= sum(named.values()) - len(named), "a slot has leaked"
+        assert layer.totals.tolist() == [0, len(fetched), 0, 0, len(fetched)]
+        layer.model.held = held
         return fetched
 
     def check_beside_recall(
@@ -129,22 +147,18 @@ class PrefetchCase:
         selected = set(wanted.flatten().tolist()) - {-1}
         levels = dict(held.values())
         assert all(levels[slot] > floor for slot in selected)
-        # A raise that comes too late falls to the slot's next owner.
-        raised = sum(levels[slot] > floor for slot in fetched - selected)
-        assert all(levels[slot] >= floor for slot in fetched)
+        assert all(levels[slot] == floor for slot in fetched - selected)
         there = {owner for owner, _ in before.held.values()}
         assert set(levels) <= there | fetched | selected
-        stayed = [slot for slot, v in before.held.items() if held[slot][0] == v[0]]
-        assert all(slot in stayed for slot, (_, level) in before.held.items() if level >= floor)
-        hits, recalled, left, written, given = totals.tolist()
-        _, early, early_left, _, _ = self.layer.totals.tolist()
-        short = len(selected) - hits - recalled  # their first raise was another's
-        assert 0 <= short <= len(fetched & selected) and given == recalled and written == 0
-        assert raised + short == 0 or left + early_left > 0
-        assert early == len(fetched), "counted otherwise than noted"
-        assert len(held) == len(before.held) + early + recalled - left - early_left
-        assert recalled >= len(selected - there - fetched)
-        assert recalled <= len(selected - fetched)
+        for slot, (owner, level) in before.held.items():
+            if owner in selected or level >= floor:
+                assert held[slot][0] == owner
+        missing = selected - there - fetched
+        left = len(before.held) + len(fetched) + len(missing) - len(held)
+        assert totals.tolist() == [
+            len(selected) - len(missing), len(missing), left, 0, len(missing)
+        ]  # fmt: skip
+        assert self.layer.totals.tolist() == [0, len(fetched), 0, 0, len(fetched)]
         return fetched
 
     def _fetched(self, prefetch: LayerPrefetch) -> set[int]:
@@ -181,22 +195,6 @@ class PrefetchCase:
         slots = torch.tensor(resident, dtype=torch.long)
         assert torch.equal(layer.device_rows.cpu()[slots], layer.host_rows[rows])
         return held
-
-    def _check_state(
-        self, before: LayerModel, ready: list[int], floor: int, fetched: set[int]
-    ) -> None:
-        layer, held = self.layer, self._check_rows(before)
-        taken = ready[: int(layer.cursor[0])]
-        free_to_go = [slot for slot in taken if before.held.get(slot, (0, -1))[1] < floor]
-        assert {owner for owner, _ in held.values()} >= fetched
-        assert {slot for slot, (owner, _) in held.items() if owner in fetched} == set(free_to_go)
-        assert len(free_to_go) == len(fetched), "a slot has leaked"
-        untouched = {slot: v for slot, v in before.held.items() if slot not in free_to_go}
-        now = {slot: (owner, floor) for slot, (owner, _) in held.items() if owner in fetched}
-        assert held == untouched | now
-        left = [slot for slot in free_to_go if slot in before.held]
-        assert layer.totals.tolist() == [0, len(fetched), len(left), 0, len(fetched)]
-        layer.model.held = held
 
 
 def make_case(

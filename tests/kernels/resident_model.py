@@ -27,7 +27,6 @@ from echokv.kernels.fused_layer import (
 )
 from echokv.kernels.reference.priorities import score_priorities
 
-
 TAKEN, LISTED = 0, 2  # columns of a cursor
 
 
@@ -84,11 +83,18 @@ class LayerUnderTest:
             del model.held[slot]
         self.tensors.assert_is(model)
 
-    def choose(self, ops: FusedOps, floor: int) -> list[int]:
-        """Have the ready list made anew, and check its order; returns it."""
+    def choose(self, ops: FusedOps, floor: int, free: int = 0) -> list[int]:
+        """Have the ready list made anew, and check its order; returns it.
+
+        Args:
+            ops: what runs it.
+            floor: the step's.
+            free: the slots of so many of the first names are to be free.
+        """
         self.cursor[TOUCHED] = STALE
+        self.cursor[BEGAN] = self.cursor[TAKEN] - free
         self.tensors.slot_buffer.fill_(-77)
-        assert self.begin(ops, floor, 1), "a stale list was kept"
+        assert self.begin(ops, floor, 1, free), "a stale list was kept"
         ready, levels = self.tensors.slot_buffer.tolist(), self.tensors.priority.tolist()
         may_go = sum(level < floor for level in levels)
         assert self.cursor.tolist() == [0, 0, may_go, floor, 0]

@@ -75,10 +75,10 @@ class OnGpu:
                 threshold = scores.topk(max(1, int(length * share))).values[-1]
                 self.case.thresholds[self.case.request_slots[row]] = threshold
 
-    def prefetch(self, most: int, rows_per_unit: int, least: int) -> set[int]:
-        """Make the ready list, prefetch, check. What came in."""
+    def prefetch(self, most: int, rows_per_unit: int, least: int, *, free: int = 9000) -> set[int]:
+        """Make the ready list, with so many free slots at least, prefetch, check. What came in."""
         case, under_test = self.case, self.case.layer
-        ready = under_test.choose(fused, FLOOR)
+        ready = under_test.choose(fused, FLOOR, free)
         before = copy.deepcopy(under_test.model)
         ahead = case.prefetch(
             FLOOR, self.lists, most=most, rows_per_unit=rows_per_unit, least=least
@@ -141,7 +141,7 @@ def test_shared_rows_move_once_and_budgets_hold() -> None:
         )
         on_gpu = OnGpu(make_case(rng, under_test, [64 * 70 - row for row in range(30)], 70))
         on_gpu.set_thresholds(rng.choice([0.01, 0.3]))
-        on_gpu.prefetch(rng.choice([1, 20]), 0, 20)
+        on_gpu.prefetch(rng.choice([1, 20]), 0, 20, free=rng.choice([5, 300]))
 
 
 @pytest.mark.parametrize("threshold", [0.0, -torch.inf, torch.inf, torch.nan, -1e30, 1e30])

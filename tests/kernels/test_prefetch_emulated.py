@@ -27,23 +27,17 @@ pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g+
 
 
 def prefetch(
-    emulator: Emulator, case: PrefetchCase, most: int, rows_per_unit: int, least: int, **how: Any
-) -> set[int]:
-    """Make the ready list, prefetch, check. What came in."""
-    ready = case.layer.choose(emulator, FLOOR)
-    return prefetch_from(emulator, case, ready, most, rows_per_unit, least, **how)
-
-
-def prefetch_from(
     emulator: Emulator,
     case: PrefetchCase,
-    ready: list[int],
     most: int,
     rows_per_unit: int,
     least: int,
+    *,
+    free: int = 1000,
     **how: Any,
 ) -> set[int]:
-    """The same with a ready list that has been made."""
+    """Make the ready list, with so many free slots at least, prefetch, check. What came in."""
+    ready = case.layer.choose(emulator, FLOOR, free)
     before = copy.deepcopy(case.layer.model)
     ahead = case.prefetch(
         FLOOR, emulator.candidate_lists(CPU), most=most, rows_per_unit=rows_per_unit, least=least
@@ -68,14 +62,14 @@ def test_prefetch_in_many_orders(emulator: Emulator) -> None:
         case = contended_case(rng, FLOOR)
         prefetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
                  blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 2, 4]),
-                 known=rng.choice([False, True]),
+                 known=rng.choice([False, True]), free=rng.choice([1, 5, 48]),
                  tick=rng.choice([0, 0, 10**5, 10**7]))  # fmt: skip
 
 
 def test_a_selection_is_made_resident_while_rows_are_fetched(emulator: Emulator) -> None:
     """`make_resident` begins at any time: what it finds stays, and what it has not found it brings.
 
-    Few slots that may leave, many of them selected: by looks and raises alone some would.
+    Few slots that may leave, many of them selected.
     """
     early = late = 0
     for seed in range(60):
@@ -83,7 +77,7 @@ def test_a_selection_is_made_resident_while_rows_are_fetched(emulator: Emulator)
         under_test = LayerUnderTest(layer_in_use(rng, 180, 640, 1.0, FLOOR), CPU)
         case = make_case(rng, under_test, [190, 150, 100], 1)
         case.thresholds.fill_(rng.choice([-0.5, 0.5]))
-        under_test.choose(emulator, FLOOR)
+        under_test.choose(emulator, FLOOR, rng.choice([3, 20, 40]))
         before = copy.deepcopy(under_test.model)
         # Rows that are there, oldest first, and some that aren't.
         old = sorted(before.held.values(), key=lambda held: held[1])
@@ -210,16 +204,15 @@ def test_protected_rows_stay(emulator: Emulator) -> None:
     assert len(prefetch(emulator, case, 30, 0, 30)) == 3
 
 
-def test_rows_raised_after_the_list_was_made_are_passed_over(emulator: Emulator) -> None:
-    rng = random.Random(8)
-    under_test = LayerUnderTest(layer_in_use(rng, 60, 640, 1.0, FLOOR), CPU)
-    case = make_case(rng, under_test, [300, 200])
-    ready = under_test.choose(emulator, FLOOR)
-    for slot in ready[:20:2]:
-        under_test.tensors.priority[slot] = FLOOR
-        under_test.model.held[slot] = (under_test.model.held[slot][0], FLOOR)
-    fetched = prefetch_from(emulator, case, ready, 15, 0, 15)
-    assert len(fetched) > 10
+def test_no_row_leaves(emulator: Emulator) -> None:
+    """As many rows come as there are free slots; all others stay."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer_in_use(rng, 60, 640, 1.0, FLOOR), CPU)
+        case = make_case(rng, under_test, [300, 200])
+        case.thresholds.fill_(-torch.inf)
+        free = rng.choice([0, 3, 17])
+        assert len(prefetch(emulator, case, 30, 0, 30, free=free)) == free
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 33])

@@ -15,7 +15,6 @@ from echokv.kernels.protocol import FusedRecall
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 
-
 FREE_SHARE = 32
 """At most one in so many device slots of a layer is made free before a step asks for it."""
 

@@ -18,7 +18,11 @@
 // - priorities only rise while rows are taken in (atomic maxima), so who was passed over stays;
 // - settle() may run only when every row that must not leave in this step, as far as this kernel
 //   knows of them, has been raised to the floor: make_resident puts a grid barrier between;
-// - a free slot is nobody's, and can't have been used: its name is taken at any time;
+// - a free slot is nobody's, and can't have been used: it is given away at any time, before others have
+//   looked too, and while a recall protects what it finds. `choose_victims` therefore has slots free
+//   before a step asks for them, which are first on the list; who fetches ahead of the selection, and so
+//   beside the recall, takes none but those. (A name that it takes of another slot is lost to the list:
+//   the row stays.)
 // - a slot's new owner has at least the floor as its priority, so it isn't taken a second time;
 // - a step begins with as many names as it may take and touch, or with all slots on a new list, so
 //   the list can end only where the rows of one step exceed the pool: then the mapping is published

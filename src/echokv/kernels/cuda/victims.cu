@@ -2,7 +2,8 @@
 // blocks. Free slots come first; what is protected never comes. Each block counts its part in
 // shared memory and looks at the others' counts there. A layer whose list still has as many names
 // as a step may take keeps it (see claims.cuh for why it is in order still), less the first names
-// that have been used since: a recall that came upon one would look further while others wait.
+// that have been used since: a recall that came upon one would look further while others wait. Then the
+// rows that are next to leave do, so that the step finds their slots free.
 #include "claims.cuh"
 
 #ifndef VICTIM_THREADS
@@ -141,19 +142,22 @@ DEVICE u32 free_ahead(const i32* cursor, i32 most_free) {
   return smaller(taken + taken / 2, most_free);
 }
 
-// Have the first names' slots free.
+// Have the first names' slots free; all blocks of the layer, when the list is as it is to be.
 DEVICE void free_slots(const VictimArguments& a, i32* cursor, u64 layer, u32 count, u32 thread) {
+  cluster_arrive();
+  cluster_wait();
+  const u32 threads = cluster_size() * THREADS, first = cluster_rank() * THREADS + thread;
   const u32 taken = cursor[TAKEN], left = u32(cursor[LISTED]) - taken;
   const i32 since = cursor[SINCE];
   const i32* ready = a.ready + layer * a.slots + taken;
   i32* priority = a.priority + layer * a.slots;
   i32* device_to_host = a.device_to_host + layer * a.slots;
   u32 evicted = 0;
-  for (u32 start = 0; start < smaller(count, left); start += FREED_AT_ONCE * THREADS) {
+  for (u32 start = first; start < smaller(count, left); start += FREED_AT_ONCE * threads) {
     i32 slots[FREED_AT_ONCE], owners[FREED_AT_ONCE];
 #pragma unroll
     for (u32 i = 0; i < FREED_AT_ONCE; i++) {
-      const u32 at = start + i * THREADS + thread;
+      const u32 at = start + i * threads;
       slots[i] = at < smaller(count, left) ? ready[at] : NONE;
     }
 #pragma unroll
@@ -172,7 +176,7 @@ DEVICE void free_slots(const VictimArguments& a, i32* cursor, u64 layer, u32 cou
   }
   evicted = __reduce_add_sync(ALL_LANES, evicted);
   if (thread % WARP == 0) add_total(a.totals + layer * 5, EVICTED, evicted);
-  if (thread == 0) cursor[BEGAN] = taken;
+  if (first == 0) cursor[BEGAN] = taken;
 }
 
 KERNEL(VICTIM_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
@@ -186,11 +190,8 @@ KERNEL(VICTIM_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
   if (lasts(cursor, floor, a.most_rows)) {  // so say all blocks of the cluster
     cluster_arrive();
     cluster_wait();  // they have
-    if (rank != 0) return;
-    trim(a, shared, cursor, layer, ahead, thread);
-    block_sync();
-    free_slots(a, cursor, layer, ahead, thread);
-    return;
+    if (rank == 0) trim(a, shared, cursor, layer, ahead, thread);
+    return free_slots(a, cursor, layer, ahead, thread);
   }
   const i32* priority = a.priority + layer * slots;
   const u32 chunk = ceil_div(slots, blocks);
@@ -240,14 +241,10 @@ KERNEL(VICTIM_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
       if (some.ages[i] != NO_AGE) ready[at] = start + i * THREADS + thread;
     }
   }
-  cluster_arrive();
-  cluster_wait();  // the list is there
-  if (rank != 0) return;
-  if (thread == 0) {
+  if (rank == 0 && thread == 0) {
     cursor[TAKEN] = cursor[TOUCHED] = 0;
     cursor[LISTED] = everyone;
     cursor[SINCE] = floor;
   }
-  block_sync();
   free_slots(a, cursor, layer, ahead, thread);
 }
