@@ -128,8 +128,8 @@ def test_everything_is_found_where_nothing_is_in_a_hurry() -> None:
     on_gpu.set_thresholds(0.01)
     held = {owner for owner, _ in under_test.model.held.values()}
     want = set().union(*(on_gpu.case.candidates(row) for row in range(3))) - held
-    assert on_gpu.prefetch(500, 0, 500) == want
-    assert on_gpu.prefetch(500, 0, 500) == set()
+    assert on_gpu.prefetch(500, 0, 500, free=0) == want
+    assert on_gpu.prefetch(500, 0, 500, free=0) == set()
 
 
 def test_shared_rows_move_once_and_budgets_hold() -> None:
