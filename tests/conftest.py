@@ -17,7 +17,7 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from echokv.cache import ready
+from echokv.cache import ready  # noqa: E402
 
 ready.FREE_SHARE = 4  # of pools as small as tests have them
 

@@ -77,7 +77,7 @@ class CacheState:
         return self.manager._ready
 
     def restore(self, taken: int = 0) -> None:
-        """Everything as it was, the lists too, after a step that has taken so many slots a layer."""
+        """Everything as it was, the lists too, after a step that took so many slots a layer."""
         for tensor, saved in zip(self.tensors, self.saved, strict=True):
             tensor.copy_(saved)
         if taken:

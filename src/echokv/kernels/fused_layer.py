@@ -14,8 +14,8 @@ TOTALS = 5
 
 CURSOR = 5
 """Columns of a cursor: names taken off the ready list so far; names on it that were selected or
-written since it was made; its length; the floor when it was made; how many names were taken when the
-step began."""
+written since it was made; its length; the floor when it was made; how many names were taken when
+the step began."""
 
 TOUCHED = 1
 """The second column."""
