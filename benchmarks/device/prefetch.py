@@ -151,13 +151,12 @@ class World:
         """Begin a step over a pool that isn't what victims were listed from.
 
         Args:
-            taken: [L] int32, slots that the step before took; None: it isn't known.
+            taken: [L] int32, slots that the step before took; None: none.
         """
         ready = self.manager._ready
         if ready is not None:
             ready.forget()
-            if taken is not None:
-                ready._cursors[:, BEGAN] = ready._cursors[:, 0] - taken
+            ready._cursors[:, BEGAN] = ready._cursors[:, 0] - (0 if taken is None else taken)
         self.manager.begin_step()
 
     def taken(self) -> Tensor | None:

@@ -72,16 +72,20 @@ def test_a_selection_is_made_resident_while_rows_are_fetched(emulator: Emulator)
     Few slots that may leave, many of them selected.
     """
     early = late = 0
-    for seed in range(60):
+    for seed in range(80):
         rng = random.Random(seed)
         under_test = LayerUnderTest(layer_in_use(rng, 180, 640, 1.0, FLOOR), CPU)
         case = make_case(rng, under_test, [190, 150, 100], 1)
         case.thresholds.fill_(rng.choice([-0.5, 0.5]))
         under_test.choose(emulator, FLOOR, rng.choice([3, 20, 40]))
         before = copy.deepcopy(under_test.model)
-        # Rows that are there, oldest first, and some that aren't.
-        old = sorted(before.held.values(), key=lambda held: held[1])
-        pool = [owner for owner, level in old if level < FLOOR][:30] + rng.sample(range(640), 20)
+        # What may be being fetched; and rows that are there, oldest first, and some that aren't.
+        named = [slot for row in range(3) for slot in case.candidates(row)]
+        pool = rng.sample(named, min(30, len(named)))
+        if seed % 2:
+            old = sorted(before.held.values(), key=lambda held: held[1])
+            pool = [owner for owner, level in old if level < FLOOR][:30]
+            pool += rng.sample(range(640), 20)
         wanted = selection(rng, pool, 3, 40)
         most = 9
         ahead = case.prefetch(

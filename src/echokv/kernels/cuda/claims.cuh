@@ -120,7 +120,7 @@ DEVICE bool give_slot(const Layer& layer, const Victim& victim, i32 host_slot, i
     if (victim.owner >= 0) store_shared_value(layer.host_to_device + victim.owner, NONE);
     layer.device_to_host[slot] = host_slot;
     layer.device_free[slot] = 0;
-    atomicMax(layer.priority + slot, level);
+    raise_shared_value(layer.priority + slot, level);
   }
   store_shared_value(layer.host_to_device + host_slot, slot);
   return slot >= 0;
