@@ -3,7 +3,9 @@
 Used by `CacheManager` where the backend has such an op. A layer's ready list lies in its
 slot_buffer and names all slots in the order in which they may leave. It serves step after step:
 one launch at the start of a step looks how many names each layer has left, and sorts the slots of
-those anew that might run out (`kernels/cuda/claims.cuh` has the reasons why that is exact).
+those anew that might run out (`kernels/cuda/claims.cuh` has the reasons why that is exact). It also
+evicts the rows that are next to leave, so that a step finds as many slots free as it is likely to
+need: whoever takes a free slot need not know what others select.
 """
 
 import torch
@@ -16,7 +18,7 @@ from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 
 FREE_SHARE = 32
-"""At most one in so many device slots of a layer is made free before a step asks for it."""
+"""At most one in so many device slots of a layer is free ahead of need."""
 
 
 class ReadyLists:
@@ -60,7 +62,7 @@ class ReadyLists:
         """[N_G] int32: what the other ops may use as their slot_buffer."""
 
     def begin_step(self, most_rows: int | None) -> None:
-        """See to it that enough may leave in this step, in every layer.
+        """See to it that enough may leave in this step, in every layer, and have some leave.
 
         Args:
             most_rows: rows that the step can select and write in a layer; None: any number.
