@@ -66,7 +66,7 @@ class CacheManager:
         self._selecting = torch.zeros(TOTALS, dtype=torch.int32, device=device)
         self.side = SideStream(device)
         """Where `prefetch` and `recall_ahead` run: whatever else touches the cache waits first."""
-        self._ahead = SideStream(device)  # of fused prefetches: recalls don't wait for them
+        self._ahead = SideStream(device)  # of fused prefetches: all but recalls waits for them
         self._prefetched = PrefetchedRows(kernels, self.state, self.side)
         self._staged = StagedRows(kernels, self.state, host_pool, device_pool)
         self._appender = Appender(
@@ -118,6 +118,7 @@ class CacheManager:
     ) -> None:
         """See `KVCache`."""
         self._require_room(f"keeping {keep} new rows", keep)
+        self._ahead.join()
         self._appender.append(
             layer, host_slots, rows, keep=keep, beside=beside, until_selected=until_selected
         )
