@@ -17,6 +17,10 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
+from echokv.cache import ready  # noqa: E402
+
+ready.FREE_SHARE = 4  # of pools as small as tests have them
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the long document is."""

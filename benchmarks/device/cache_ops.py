@@ -28,6 +28,7 @@ from torch import Tensor
 import cache as common  # benchmarks/device/cache.py
 from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
+from echokv.kernels.fused_layer import CURSOR, TOTALS, FusedLayers
 from echokv.kernels.registry import load_kernels
 from echokv.memory.pools import DevicePool, HostPool
 
@@ -92,7 +93,7 @@ class Bench:
 
 
 def check_steps(bench: Bench, row_bytes: int, host: HostPool) -> None:
-    """The fused op against the reference manager, given the same state before each step."""
+    """The fused op against the reference manager, given the same state when a step has begun."""
     generator = torch.Generator(device=DEVICE).manual_seed(1)
     managers = [
         CacheManager(kernels, host, DevicePool(1, DEVICE_SLOTS, row_bytes, DEVICE))
@@ -101,6 +102,7 @@ def check_steps(bench: Bench, row_bytes: int, host: HostPool) -> None:
     ours, theirs = managers
     for step in range(6):
         batch = (1, 13, 13, 64, 13, 13)[step]
+        ours.begin_step(most_rows=batch * (TOPK + 1))
         for name, value in vars(theirs.state).items():
             if name not in ("workspace", "slot_buffer"):
                 value.copy_(getattr(ours.state, name))
@@ -111,10 +113,7 @@ def check_steps(bench: Bench, row_bytes: int, host: HostPool) -> None:
             wanted[-1, TOPK // 3 :] = -1
         scores = torch.randn(wanted.shape, device=DEVICE, generator=generator)
         before = [manager.counters()[0] for manager in managers]
-        found = []
-        for manager in managers:
-            manager.begin_step(most_rows=batch * (TOPK + 1))
-            found.append(manager.make_resident(0, wanted, scores))
+        found = [manager.make_resident(0, wanted, scores) for manager in managers]
         label = f"make_resident {row_bytes} B rows step {step} batch {batch} missing {share}"
         after = [manager.counters()[0] for manager in managers]
         counted = [
@@ -154,15 +153,18 @@ class Recall:
         self.targets = torch.stack([ours.shuffled(DEVICE_SLOTS) for _ in range(LAYERS)])
         self.count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
-    def load(self, selection: list[Selected]) -> None:
-        """The state before the step, and what it selects."""
-        for state in (self.ours, self.theirs):
-            if state is not None:
-                state.restore()
+    def load(self, selection: list[Selected], *, begun: bool = True) -> None:
+        """The state before the step, or when it has begun, and what it selects."""
+        misses = selection[0].absent.shape[0]
+        if self.theirs is not None:
+            self.theirs.restore()
+        self.ours.restore(taken=misses)
+        if begun:
+            self.ours.ready.begin_step(self.batch * (TOPK + 1))
         for layer, one in enumerate(selection):
             self.wanted[layer].copy_(one.wanted)
             self.absent[layer, : one.absent.shape[0]].copy_(one.absent)
-        self.count.fill_(selection[0].absent.shape[0])
+        self.count.fill_(misses)
 
     def warm(self) -> None:
         """The selection into the L2 cache."""
@@ -279,11 +281,15 @@ def victim_times(bench: Bench) -> list[dict[str, Any]]:
         steps = torch.empty((layers, DEVICE_SLOTS), device=DEVICE).exponential_(1 / 250)
         priority = (clock - 1 - steps.clamp(max=1900).to(torch.int32)) << 3
         priority += torch.randint_like(priority, 8)
-        ready = torch.zeros_like(priority)
-        cursor = torch.zeros((layers, 4), dtype=torch.int32, device=DEVICE)
-        run = partial(
-            bench.cuda.fused.choose_victims, floor, priority, ready, cursor, 13 * (TOPK + 1)
-        )
+        cursor = torch.zeros((layers, CURSOR), dtype=torch.int32, device=DEVICE)
+        everyone = torch.arange(DEVICE_SLOTS, device=DEVICE, dtype=torch.int32).repeat(layers, 1)
+        cache = FusedLayers(
+            floor=floor, priority=priority, ready=torch.zeros_like(priority), cursor=cursor,
+            device_free=torch.zeros_like(priority, dtype=torch.uint8),
+            device_to_host=everyone, host_to_device=everyone.clone(),
+            totals=torch.zeros((layers, TOTALS), dtype=torch.int64, device=DEVICE),
+        )  # fmt: skip
+        run = partial(bench.cuda.fused.choose_victims, cache, 13 * (TOPK + 1), DEVICE_SLOTS // 32)
         for what, prepare in (("anew", lambda _, c=cursor: c.zero_()), ("kept", lambda _: None)):
             taken = bench.time({"cuda": run}, prepare)["cuda"]
             results.append({"layers": layers, "slots": DEVICE_SLOTS, "lists": what} | taken)
@@ -335,7 +341,7 @@ class DecodeStep:
 
     def prepare(self, at: int) -> None:
         """Another selection, and other new rows."""
-        self.recall.load(self.selections[at % len(self.selections)])
+        self.recall.load(self.selections[at % len(self.selections)], begun=False)
         self.new.copy_(self.state.shuffled(HOST_SLOTS)[: self.batch])
 
     def _work(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from echokv.cache.manager import CacheManager
 from echokv.cache.ready import ReadyLists
+from echokv.kernels.fused_layer import BEGAN
 from echokv.memory.slots import HostSlots
 
 CLOCK = 3000  # rows were used in the last thousand steps, whose order lists keep
@@ -66,7 +67,7 @@ class CacheState:
         """As if the lists had been made before the recent slots were used last."""
         for layer, recent in enumerate(self.recent):
             oldest = int(self.manager.state.priority[layer, recent].min())
-            names = [0, recent.shape[0], self.manager.state.device_slots, oldest]
+            names = [0, recent.shape[0], self.manager.state.device_slots, oldest, 0]
             ready._cursors[layer] = torch.tensor(names, dtype=torch.int32)
 
     @property
@@ -75,10 +76,12 @@ class CacheState:
         assert self.manager._ready is not None
         return self.manager._ready
 
-    def restore(self) -> None:
-        """Everything as it was, the lists too."""
+    def restore(self, taken: int = 0) -> None:
+        """Everything as it was, the lists too, after a step that took so many slots a layer."""
         for tensor, saved in zip(self.tensors, self.saved, strict=True):
             tensor.copy_(saved)
+        if taken:
+            self.ready._cursors[:, BEGAN] = -taken
 
     def shuffled(self, count: int) -> Tensor:
         """[count] int32, the numbers below in random order."""

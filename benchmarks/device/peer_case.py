@@ -126,12 +126,13 @@ class Case(ahead.Case):
         state.layer(layer).priority[places.long()] = (state.floor - 8 * ages).clamp(min=0)
         self._places[layer] = places.view_as(held.host_slots)
 
-    def restore(self, kind: str, learnt: Predictions | None) -> None:
+    def restore(self, kind: str, learnt: Predictions | None, taken: Tensor | None = None) -> None:
         """Begin a step as the round began, with the predictions of one kind.
 
         Args:
             kind: a variant of ours.
             learnt: what limits budgets; None: nothing is known.
+            taken: slots that the step before took; see `World.begin_step`.
         """
         predictions = self.world.predictions
         for name, value in vars(self.world.manager.state).items():
@@ -139,7 +140,7 @@ class Case(ahead.Case):
         if kind in self.thresholds:
             predictions.thresholds[:, : self.batch_size] = self.thresholds[kind]
             ahead.recall_limits(predictions, learnt)
-        self.world.begin_step()
+        self.world.begin_step(taken)
 
     def bring_rows(self) -> None:
         """Copy the rows that are held to where they are said to be; a check needs them."""

@@ -173,10 +173,11 @@ class Round:
         on = ahead.graphs_of(case, case.world.ahead)
         self._ours = {name: off if name == "off" else on for name in KINDS}
         self._learnt: dict[str, Predictions] = {}
+        self._taken: dict[str, Tensor | None] = {}
 
     def begin(self, missing: float) -> None:
         """Of what follows, such a share of the selected rows is missing; nothing is learnt yet."""
-        self._missing, self._learnt = missing, {}
+        self._missing, self._learnt, self._taken = missing, {}, {}
 
     def draw(self) -> None:
         """What a round begins with, on both sides."""
@@ -212,12 +213,13 @@ class Round:
                 assert abs(swapped - case.missing_rows) <= most, "other rows were missing"
             return us / layers, {"recalled": swapped / layers}, None
         replay, results, finish = self._ours[name]
-        case.restore(name, self._learnt.get(name))
+        case.restore(name, self._learnt.get(name), self._taken.get(name))
         if check:
             case.bring_rows()
         before = case.world.manager.counters()
         others()
         us = common.clock(replay, device)
+        self._taken[name] = case.world.taken()
         end = common.clock(finish, device)
         if name != "off":
             self._learnt[name] = copy.deepcopy(case.world.predictions)

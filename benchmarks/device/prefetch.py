@@ -41,6 +41,7 @@ from echokv.cache.manager import CacheManager
 from echokv.indexer.indexer import Indexer, Selection
 from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
+from echokv.kernels.fused_layer import BEGAN
 from echokv.kernels.prefetch_args import NO_LIMIT
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
@@ -146,11 +147,22 @@ class World:
         state.device_to_host[places.long()] = owners
         state.device_free.fill_(0)
 
-    def begin_step(self) -> None:
-        """Begin a step over a pool that isn't what victims were listed from."""
-        if self.manager._ready is not None:
-            self.manager._ready.forget()
+    def begin_step(self, taken: Tensor | None = None) -> None:
+        """Begin a step over a pool that isn't what victims were listed from.
+
+        Args:
+            taken: [L] int32, slots that the step before took; None: none.
+        """
+        ready = self.manager._ready
+        if ready is not None:
+            ready.forget()
+            ready._cursors[:, BEGAN] = ready._cursors[:, 0] - (0 if taken is None else taken)
         self.manager.begin_step()
+
+    def taken(self) -> Tensor | None:
+        """[L] int32, slots that this step has taken."""
+        ready = self.manager._ready
+        return None if ready is None else ready._cursors[:, 0] - ready._cursors[:, BEGAN]
 
 
 class Case:
@@ -194,7 +206,13 @@ class Case:
         return indexer.select(layer, self.query[layer], self.weights[layer], self.batch)
 
     def prepare(
-        self, hit: float, kind: str, generator: torch.Generator, *, near: bool = True
+        self,
+        hit: float,
+        kind: str,
+        generator: torch.Generator,
+        *,
+        near: bool = True,
+        taken: Tensor | None = None,
     ) -> list[Tensor]:
         """New queries, their predictions, and a pool with a share of what they select.
 
@@ -203,6 +221,7 @@ class Case:
             kind: of predictions: "perfect" or "recorded".
             generator: of everything random.
             near: whether rows ranked k to 4k are resident as recorded; else none is.
+            taken: see `World.begin_step`.
 
         Returns:
             for each layer the host slots that are selected and absent.
@@ -222,7 +241,7 @@ class Case:
             absent = self._absent(hit, slots.shape[1], generator, near)
             self._fill(layer, slots[~absent], generator)
             missing.append(slots[:, : world.sizes.topk][absent[:, : world.sizes.topk]])
-        world.begin_step()
+        world.begin_step(taken)
         return missing
 
     def _ranked(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -338,13 +357,15 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         ends: list[float] = []
         counts: dict[str, list[int]] = {name: [0, 0, 0] for name in variants}
         learnt: dict[str, Predictions] = {}
+        slots_taken: dict[str, Tensor | None] = {}
         for repeat in range(-LEARNING, sizes.repeats):
             for name, ((replay, results, finish), kind, near) in variants.items():
                 generator.manual_seed(repeat + LEARNING)
-                missing = case.prepare(hit, kind, generator, near=near)
+                missing = case.prepare(hit, kind, generator, near=near, taken=slots_taken.get(name))
                 recall_limits(world.predictions, None if name == "worst" else learnt.get(name))
                 before = world.manager.counters()
                 taken = microseconds(replay, world.flush) / sizes.layers
+                slots_taken[name] = world.taken()
                 end = microseconds(finish, world.flush)
                 learnt[name] = copy.deepcopy(world.predictions)
                 if repeat < 0:

@@ -16,6 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.cache.harness import POISON, Cache, make_cache
 from tests.kernels.cuda_emulator import COMPILER
 
+from echokv.cache.ready import FREE_SHARE
+
 LAYERS = 3
 BLOCK = 4  # tokens
 HOST_SLOTS = 128
@@ -171,7 +173,7 @@ class CacheLife(RuleBasedStateMachine):
         at_once = len(rows) * (TOPK + 1) <= capacity
         size = len(rows) if at_once else capacity // TOPK
         bounded = at_once and not ahead and self.rng.random() < 0.8
-        self.manager.begin_step(most_rows=len(rows) * (TOPK + 1) if bounded else None)
+        self._begin_step(len(rows) * (TOPK + 1) if bounded else None)
         put_off = self.any_among_equals and at_once and not ahead and self.rng.random() < 0.5
         for layer in range(LAYERS):
             kept = self._append(layer, [row.slot for row in rows], put_off=put_off)
@@ -180,10 +182,21 @@ class CacheLife(RuleBasedStateMachine):
                 kept |= self._prefetch(layer, rows, min(ahead, room), kept)
             for start in range(0, len(rows), size):
                 if not at_once:
-                    self.manager.begin_step()
+                    self._begin_step(None)
                     kept = set()
                 self._attend(layer, rows[start : start + size], kept)
         self.manager.end_step()
+
+    def _begin_step(self, most_rows: int | None) -> None:
+        """Some rows may leave, so that their slots are free: the oldest, with ready lists."""
+        before = [self._snapshot(layer) for layer in range(LAYERS)]
+        self.manager.begin_step(most_rows=most_rows)
+        for layer, rows in enumerate(before):
+            evicted = rows.keys() - self.cache.resident(layer).keys()
+            most = self.manager.capacity // FREE_SHARE if self.any_among_equals else 0
+            assert len(evicted) <= most
+            self._check_order(rows, evicted, set())
+            self.counts[layer].evicted += len(evicted)
 
     def _append(self, layer: int, slots: list[int], *, put_off: bool) -> set[int]:
         """Returns the host slots that are protected now."""
@@ -245,13 +258,19 @@ class CacheLife(RuleBasedStateMachine):
         evicted = before.keys() - after.keys()
         room = self.manager.capacity - len(before)
         assert len(evicted) == max(0, len(protected - before.keys()) - room)
+        self._check_order(before, evicted, protected)
+        self.counts[layer].evicted += len(evicted)
+
+    def _check_order(
+        self, before: dict[int, tuple[int, int]], evicted: set[int], protected: set[int]
+    ) -> None:
+        """Nobody who wasn't protected has stayed with a lower priority than who has gone."""
         stayed = {before[slot] for slot in before.keys() - protected - evicted}
         gone = {before[slot] for slot in evicted}
         if self.any_among_equals:
             gone, stayed = ({(level, 0) for level, _ in some} for some in (gone, stayed))
             gone -= {max(gone, default=None)} & {min(stayed, default=None)}
         assert not gone or not stayed or max(gone) < min(stayed)
-        self.counts[layer].evicted += len(evicted)
 
     # What holds after every step.
 

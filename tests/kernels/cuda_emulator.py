@@ -36,7 +36,7 @@ from echokv.kernels.cuda.layer import (
     moves_16_bytes,
     rows_to_append,
 )
-from echokv.kernels.fused_layer import MOST_NEW_ROWS, FusedLayer, NewRows
+from echokv.kernels.fused_layer import MOST_NEW_ROWS, FusedLayer, FusedLayers, NewRows
 from echokv.kernels.prefetch_args import CandidateLists, LayerPrefetch
 from echokv.kernels.reference.index_scores import index_scores as reference_scores
 from echokv.kernels.reference.topk import topk_rows as reference_topk_rows
@@ -192,17 +192,13 @@ class Emulator:
         self._library.run_tiling(blocks, self._next(), ctypes.byref(arguments))
         return works, covered
 
-    def choose_victims(
-        self, floor: Tensor, priority: Tensor, ready: Tensor, cursor: Tensor, most_rows: int
-    ) -> None:
+    def choose_victims(self, layers: FusedLayers, most_rows: int, most_free: int) -> None:
         """`choose_victims`."""
-        layers, slots = priority.shape
-        arguments = victims.VictimArguments(
-            pointer(floor), pointer(priority), pointer(ready), pointer(cursor), slots, most_rows,
-        )  # fmt: skip
+        layers.check()
+        arguments = victims.victim_arguments(layers, most_rows, most_free)
         shared = 4 * (VICTIM_THREADS // 32 + victims.AGES)
         self._library.run_choose_victims(
-            layers * 2, 2, shared, self._next(), ctypes.byref(arguments)
+            layers.priority.shape[0] * 2, 2, shared, self._next(), ctypes.byref(arguments)
         )
 
     def make_resident(
@@ -220,18 +216,13 @@ class Emulator:
         """`make_resident` by at most so many blocks, and one that appends."""
         layer.check()
         rows, k = host_slots.shape
-        lanes = lanes or (4 if rows * k <= FEW_ENTRIES else 32)
         threads = RECALL_THREADS * (2 if beside else 1)
-        plan = recall.ResidentPlan.of(rows, k, lanes, most_blocks, threads, wide=beside)
-        new = new_rows or NewRows.none(layer)
-        count, row_bytes = new.rows.shape
-        assert count <= min(MOST_NEW_ROWS, threads)
-        arguments = recall.ResidentArguments(
-            layer_of(layer), rows_to_append(new, layer, each=max(1, count), staged=count % 2 == 1),
-            pointer(host_slots), pointer(scores), pointer(device_slots), k,
-            plan.tiles, plan.tiles_per_row, plan.lanes, plan.movers,
-            moves_16_bytes(layer.host_rows, layer.device_rows), recall.stretch_of(layer),
+        plan, arguments = self._resident_run(
+            host_slots, scores, layer, device_slots, new_rows, threads=threads,
+            lanes=lanes or (4 if rows * k <= FEW_ENTRIES else 32), most_blocks=most_blocks,
         )  # fmt: skip
+        count, row_bytes = arguments.new_rows.count, arguments.layer.row_bytes
+        assert count <= min(MOST_NEW_ROWS, threads)
         shared = max(
             recall.resident_shared_bytes(threads), append_shared_bytes(threads, count, row_bytes)
         )
@@ -239,6 +230,32 @@ class Emulator:
             plan.blocks + (count > 0), threads, shared, self._next(),
             int(plan.tiles == plan.blocks), ctypes.byref(arguments),
         )  # fmt: skip
+
+    def _resident_run(
+        self,
+        host_slots: Tensor,
+        scores: Tensor,
+        layer: FusedLayer,
+        device_slots: Tensor,
+        new_rows: NewRows | None,
+        *,
+        threads: int,
+        lanes: int,
+        most_blocks: int,
+    ) -> tuple[recall.ResidentPlan, recall.ResidentArguments]:
+        """How blocks of so many threads share a selection, and the argument of the run."""
+        rows, k = host_slots.shape
+        wide = threads > RECALL_THREADS
+        plan = recall.ResidentPlan.of(rows, k, lanes, most_blocks, threads, wide=wide)
+        new = new_rows or NewRows.none(layer)
+        count = new.host_slots.shape[0]
+        arguments = recall.ResidentArguments(
+            layer_of(layer), rows_to_append(new, layer, each=max(1, count), staged=count % 2 == 1),
+            pointer(host_slots), pointer(scores), pointer(device_slots), k,
+            plan.tiles, plan.tiles_per_row, plan.lanes, plan.movers,
+            moves_16_bytes(layer.host_rows, layer.device_rows), recall.stretch_of(layer),
+        )  # fmt: skip
+        return plan, arguments
 
     def append_rows(self, host_slots: Tensor, rows: Tensor, layer: FusedLayer) -> None:
         """`append_rows`."""
@@ -272,25 +289,73 @@ class Emulator:
             known: whether k-th scores come to be known while rows are fetched.
             tick: nanoseconds between two looks at the clock.
         """
-        rows, width = scores.shape
+        shares = torch.zeros((blocks, 3), dtype=torch.int32)
+        arguments, _lists = self._prefetch_run(
+            (scores, block_tables, request_rows, context_lens), prefetch, shares, scoring, known
+        )
+        self._library.run_prefetch(blocks, self._next(), tick, ctypes.byref(arguments))
+        return shares
+
+    def prefetch_beside_recall(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor, Tensor],
+        prefetch: LayerPrefetch,
+        selection: tuple[Tensor, Tensor, FusedLayer, Tensor],
+        *,
+        blocks: int,
+        recalling: int,
+        pauses: int,
+        known: bool,
+    ) -> None:
+        """That, and at the same time `make_resident`.
+
+        Args:
+            rows: the first arguments of `prefetch`.
+            prefetch: likewise.
+            selection: what `make_resident` takes.
+            blocks: that fetch.
+            recalling: that make the selection resident, at most.
+            pauses: of their threads, before.
+            known: see `prefetch`.
+        """
+        shares, threads = torch.zeros((blocks, 3), dtype=torch.int32), 2 * RECALL_THREADS
+        arguments, _lists = self._prefetch_run(rows, prefetch, shares, LISTED_THREADS // 32, known)
+        plan, resident = self._resident_run(
+            *selection, None, threads=threads, lanes=4, most_blocks=recalling
+        )
+        shared = recall.resident_shared_bytes(threads)
+        self._library.run_prefetch_beside_recall(
+            blocks, plan.blocks, shared, self._next(), pauses, ctypes.byref(arguments),
+            ctypes.byref(resident),
+        )  # fmt: skip
+
+    def _prefetch_run(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor, Tensor],
+        prefetch: LayerPrefetch,
+        shares: Tensor,
+        scoring: int,
+        known: bool,
+    ) -> tuple[PrefetchRun, CandidateLists]:
+        """The argument of a run, and what it points to."""
+        scores, block_tables, request_rows, context_lens = rows
         prefetch.found.counts.zero_()
         prefetch.found.host_slots.fill_(-1)
         prefetch.found.scores.fill_(-torch.inf)
         prefetch.kth_scores.view(torch.int32).fill_(_UNKNOWN)
-        shares = torch.zeros((blocks, 3), dtype=torch.int32)
         # What another launch left: candidates of any row, of other epochs.
-        entries = torch.randint(0, 99, (blocks, scoring, LIST_ENTRIES, 4), dtype=torch.int32)
+        shape = (shares.shape[0], scoring, LIST_ENTRIES, 4)
+        entries = torch.randint(0, 99, shape, dtype=torch.int32)
         lists = CandidateLists(
             entries=entries, epoch=torch.tensor([100 + self._next()], dtype=torch.int32)
         )
-        contexts = fetch_listed.Contexts(pointer(context_lens), rows, width)
+        contexts = fetch_listed.Contexts(pointer(context_lens), *scores.shape)
         arguments = PrefetchRun(
             pointer(block_tables), pointer(request_rows), pointer(scores), pointer(shares),
             pointer(prefetch.kth_scores), pointer(entries), block_tables.shape[1], scoring, known,
             0, fetch_listed.listed_arguments(replace(prefetch, lists=lists), contexts),
         )  # fmt: skip
-        self._library.run_prefetch(blocks, self._next(), tick, ctypes.byref(arguments))
-        return shares
+        return arguments, lists
 
     def inter_prefetch(
         self,

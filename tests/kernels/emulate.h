@@ -47,9 +47,16 @@ struct Cluster {
   Barrier barrier;
   u32 running = 0;
 };
+// A store, or a maximum that nobody waits for, that others don't see yet.
+struct Late {
+  i32* to;
+  i32 value;
+  bool raises;
+};
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
+  std::vector<Late> late;
   u32 thread, block;
   u32 operations = 0, cluster_target = 0;
   bool done = false;
@@ -65,6 +72,7 @@ struct Grid {
   ucontext_t scheduler;
   Fiber* now = nullptr;
   u64 tick = 0, ticks = 0;  // what the clock says, and by how much more each time
+  u32 first;  // block of a second kernel that runs at the same time
 };
 inline Grid* grid = nullptr;
 
@@ -72,11 +80,34 @@ inline void yield() { swapcontext(&grid->now->context, &grid->scheduler); }
 inline void maybe_yield() {
   if (grid->random() % 4 == 0) yield();
 }
+
+// Let what a thread has done to an address be seen, in its order.
+inline void land(Fiber& fiber, const i32* to) {
+  for (size_t i = 0; i < fiber.late.size();) {
+    const Late one = fiber.late[i];
+    if (one.to != to) {
+      i++;
+      continue;
+    }
+    *one.to = one.raises ? std::max(*one.to, one.value) : one.value;
+    fiber.late.erase(fiber.late.begin() + i);
+  }
+}
+inline void land_all() {
+  while (!grid->now->late.empty()) land(*grid->now, grid->now->late[0].to);
+}
+inline void land_own(const void* to) { land(*grid->now, static_cast<const i32*>(to)); }
+inline void do_late(Late one) {
+  grid->now->late.push_back(one);
+  maybe_yield();
+}
+
 inline Block& block() { return grid->block[grid->now->block]; }
 inline u32 lane() { return grid->now->thread % 32; }
 
 inline void entry() {
   grid->body();
+  land_all();
   grid->now->done = true;
   grid->block[grid->now->block].running--;
   yield();
@@ -111,9 +142,10 @@ inline bool block_barrier(bool flag) {
 }
 
 inline void launch(u32 blocks, u32 threads, u32 cluster, size_t shared, u32 seed,
-                   std::function<void()> body, u64 tick = 0) {
+                   std::function<void()> body, u64 tick = 0, u32 first = ~0u) {
   Grid mine;
   mine.tick = tick;
+  mine.first = first < blocks ? first : blocks;
   mine.blocks = blocks, mine.threads = threads, mine.cluster = cluster;
   mine.body = body;
   mine.random.seed(seed);
@@ -139,6 +171,7 @@ inline void launch(u32 blocks, u32 threads, u32 cluster, size_t shared, u32 seed
   // Warps are picked at random, lanes of a warp in random order: cheap, and races still happen. In
   // every other launch there is a block that all others get far ahead of.
   const u32 slow = mine.random() % (2 * blocks);
+  const u32 delay = mine.random() % 2 == 0 ? SELDOM : SELDOM * SELDOM;
   std::vector<u32> warps(mine.fibers.size() / 32);
   for (u32 i = 0; i < warps.size(); i++) warps[i] = i;
   while (!warps.empty()) {
@@ -149,6 +182,8 @@ inline void launch(u32 blocks, u32 threads, u32 cluster, size_t shared, u32 seed
       Fiber& fiber = mine.fibers[warp * 32 + ((i * 5 + skew) % 32)];
       if (fiber.done) continue;
       mine.now = &fiber;
+      if (!fiber.late.empty() && mine.random() % delay == 0)
+        land(fiber, fiber.late[mine.random() % fiber.late.size()].to);
       swapcontext(&mine.scheduler, &fiber.context);
       alive = true;
     }
@@ -173,8 +208,14 @@ DEVICE u8* shared_memory() {
                                16);
 }
 DEVICE u32 thread_index() { return emulated::grid->now->thread; }
-DEVICE u32 block_index() { return emulated::grid->now->block; }
-DEVICE u32 grid_size() { return emulated::grid->blocks; }
+DEVICE bool is_second_kernel() { return emulated::grid->now->block >= emulated::grid->first; }
+DEVICE u32 block_index() {
+  return emulated::grid->now->block - (is_second_kernel() ? emulated::grid->first : 0);
+}
+DEVICE u32 grid_size() {
+  const u32 first = emulated::grid->first;
+  return is_second_kernel() ? emulated::grid->blocks - first : first;
+}
 DEVICE void block_sync() { emulated::block_barrier(false); }
 DEVICE bool block_any(bool flag) { return emulated::block_barrier(flag); }
 
@@ -188,6 +229,7 @@ DEVICE emulated::Barrier& cluster_barrier() {
   return emulated::grid->clusters[block_index() / cluster_size()].barrier;
 }
 DEVICE void cluster_arrive() {
+  emulated::land_all();
   emulated::Barrier& barrier = cluster_barrier();
   emulated::grid->now->cluster_target = barrier.generation + 1;
   if (++barrier.arrived == emulated::grid->threads * cluster_size()) {
@@ -245,6 +287,7 @@ DEVICE u32 __clz(u32 bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 template <typename T, typename V>
 DEVICE T atomicAdd(T* to, V value) {
   emulated::maybe_yield();
+  emulated::land_own(to);
   const T old = *to;
   *to = old + T(value);
   return old;
@@ -252,6 +295,7 @@ DEVICE T atomicAdd(T* to, V value) {
 template <typename T>
 DEVICE T atomicMax(T* to, T value) {
   emulated::maybe_yield();
+  emulated::land_own(to);
   const T old = *to;
   *to = std::max(old, value);
   return old;
@@ -264,6 +308,7 @@ DEVICE u32 atomicOr(u32* to, u32 value) {
 }
 DEVICE i32 atomicCAS(i32* to, i32 expected, i32 value) {
   emulated::maybe_yield();
+  emulated::land_own(to);
   const i32 old = *to;
   if (old == expected) *to = value;
   return old;
@@ -271,21 +316,24 @@ DEVICE i32 atomicCAS(i32* to, i32 expected, i32 value) {
 
 DEVICE i32 load_shared_value(const i32* from) {
   emulated::yield();  // it may be waited on
+  emulated::land_own(from);
   return *from;
 }
-DEVICE void store_shared_value(i32* to, i32 value) {
-  *to = value;
-  emulated::maybe_yield();
-}
+DEVICE void store_shared_value(i32* to, i32 value) { emulated::do_late({to, value, false}); }
+DEVICE void raise_shared_value(i32* to, i32 value) { emulated::do_late({to, value, true}); }
 DEVICE u32 load_from_block(const u32* from) {
   emulated::yield();  // waited on
   return *from;
 }
 DEVICE void store_to_block(u32* to, u32 value) {
+  emulated::land_all();
   *to = value;
   emulated::maybe_yield();
 }
-DEVICE void warp_sync() { emulated::meet(0); }
+DEVICE void warp_sync() {
+  emulated::land_all();
+  emulated::meet(0);
+}
 DEVICE void pause() { emulated::yield(); }
 DEVICE u64 nanoseconds() { return emulated::grid->ticks += emulated::grid->tick; }
 DEVICE Words load_words(const void* from) {
@@ -299,7 +347,10 @@ DEVICE void store_words(void* to, Words words) {
   std::memcpy(to, &words, 16);
 }
 DEVICE Words load_others_words(const void* from) { return load_words(from); }
-DEVICE void device_fence() { emulated::maybe_yield(); }
+DEVICE void device_fence() {
+  emulated::land_all();
+  emulated::maybe_yield();
+}
 DEVICE void copy_async(void* to_shared, const void* from) {
   store_words(to_shared, load_words(from));
 }
@@ -328,6 +379,7 @@ DEVICE float bits_float(u32 bits) {
   return value;
 }
 DEVICE u32 grid_arrive(u32* counter, u32 block, u32 blocks) {
+  emulated::land_all();
   return atomicAdd(counter, block == 0 ? 0x80000000u - (blocks - 1) : 1u);
 }
 DEVICE void grid_wait(u32* counter, u32 before) {

@@ -194,8 +194,24 @@ void run_inter_late(u32 blocks, u32 seed, const InterArguments* a) {
                    [=] { inter::fetch_late(*a); });
 }
 void run_prefetch(u32 blocks, u32 seed, u32 tick, const prefetching::Arguments* a) {
-  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1, sizeof(prefetching::Shared),
+  emulated::launch(blocks, a->scoring * WARP + LISTED_THREADS, 1, u32(sizeof(prefetching::Shared)),
                    seed, [=] { prefetching::kernel(*a); }, tick);
+}
+// Both at the same time, of as many threads a block; the second comes when its threads have paused
+// so often.
+void run_prefetch_beside_recall(u32 blocks, u32 recalling, u32 shared, u32 seed, u32 pauses,
+                                const prefetching::Arguments* a,
+                                const recall::ResidentArguments* resident) {
+  const u32 threads = a->scoring * WARP + LISTED_THREADS, fetching = u32(sizeof(prefetching::Shared));
+  if (threads != recall::WIDE_THREADS) std::abort();
+  emulated::launch(
+      blocks + recalling, threads, 1, shared > fetching ? shared : fetching, seed,
+      [=] {
+        if (!is_second_kernel()) return prefetching::kernel(*a);
+        for (u32 i = 0; i < pauses; i++) pause();
+        recall::make_many_resident_beside(*resident);
+      },
+      0, blocks);
 }
 void run_topk(u32 blocks, u32 cluster, u32 shared, u32 seed, const TopkArguments* arguments) {
   emulated::launch(blocks, TOPK_THREADS, cluster, shared, seed, [=] { topk(*arguments); });

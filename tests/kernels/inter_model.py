@@ -79,6 +79,22 @@ class InterCase(PrefetchCase):
         self._check_state(before, ready, floor, set(fetched))
         return set(fetched)
 
+    def _check_state(
+        self, before: LayerModel, ready: list[int], floor: int, fetched: set[int]
+    ) -> None:
+        layer, held = self.layer, self._check_rows(before)
+        taken = ready[: int(layer.cursor[0])]
+        free_to_go = [slot for slot in taken if before.held.get(slot, (0, -1))[1] < floor]
+        assert {owner for owner, _ in held.values()} >= fetched
+        assert {slot for slot, (owner, _) in held.items() if owner in fetched} == set(free_to_go)
+        assert len(free_to_go) == len(fetched), "a slot has leaked"
+        untouched = {slot: v for slot, v in before.held.items() if slot not in free_to_go}
+        now = {slot: (owner, floor) for slot, (owner, _) in held.items() if owner in fetched}
+        assert held == untouched | now
+        left = [slot for slot in free_to_go if slot in before.held]
+        assert layer.totals.tolist() == [0, len(fetched), len(left), 0, len(fetched)]
+        layer.model.held = held
+
     def check_all(self, fetched: set[int], before: LayerModel, k: int, most: int) -> None:
         """What was fetched in all is what was wanted and absent, as far as `most` goes."""
         wanted = self.wanted(k)

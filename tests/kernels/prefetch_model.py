@@ -96,7 +96,73 @@ class PrefetchCase:
     def check(
         self, before: LayerModel, ready: list[int], floor: int, prefetch: LayerPrefetch
     ) -> set[int]:
-        """Everything that must hold afterwards. Returns the host slots that were fetched."""
+        """Everything that must hold afterwards. Returns the host slots that were fetched.
+
+        Args:
+            before: the layer.
+            ready: its list.
+            floor: of the step.
+            prefetch: what ran.
+        """
+        fetched = self._fetched(prefetch)
+        layer, held = self.layer, self._check_rows(before)
+        now = {slot: (owner, floor) for slot, (owner, _) in held.items() if owner in fetched}
+        assert held == before.held | now and len(now) == len(fetched)
+        assert before.held.keys().isdisjoint(now), "a row has left"
+        taken = {*ready[: int(layer.cursor[0])]} - before.held.keys()
+        assert now.keys() <= taken
+        rows = range(len(self.lens))
+        named = Counter(slot for row in rows for slot in self.candidates(row))
+        # Whoever takes a name for a row that another claims meanwhile has taken it in vain.
+        assert len(taken) - len(now) <= sum(named.values()) - len(named), "a slot has leaked"
+        assert layer.totals.tolist() == [0, len(fetched), 0, 0, len(fetched)]
+        layer.model.held = held
+        return fetched
+
+    def check_beside_recall(
+        self,
+        before: LayerModel,
+        floor: int,
+        prefetch: LayerPrefetch,
+        wanted: Tensor,
+        device_slots: Tensor,
+        totals: Tensor,
+    ) -> set[int]:
+        """The same where a selection was made resident meanwhile. Returns what was fetched.
+
+        Args:
+            before: the layer.
+            floor: of the step.
+            prefetch: what ran.
+            wanted: [T, k] int32 host slots, -1 for none.
+            device_slots: [T, k] int32, where they are said to be.
+            totals: [TOTALS] int64, counted by `make_resident`.
+        """
+        fetched = self._fetched(prefetch)
+        held = self._check_rows(before)
+        where = {owner: slot for slot, (owner, _) in held.items()}
+        assert device_slots.tolist() == [
+            [where[slot] if slot >= 0 else -1 for slot in row] for row in wanted.tolist()
+        ]
+        selected = set(wanted.flatten().tolist()) - {-1}
+        levels = dict(held.values())
+        assert all(levels[slot] > floor for slot in selected)
+        assert all(levels[slot] == floor for slot in fetched - selected)
+        there = {owner for owner, _ in before.held.values()}
+        assert set(levels) <= there | fetched | selected
+        for slot, (owner, level) in before.held.items():
+            if owner in selected or level >= floor:
+                assert held[slot][0] == owner
+        missing = selected - there - fetched
+        left = len(before.held) + len(fetched) + len(missing) - len(held)
+        assert totals.tolist() == [
+            len(selected) - len(missing), len(missing), left, 0, len(missing)
+        ]  # fmt: skip
+        assert self.layer.totals.tolist() == [0, len(fetched), 0, 0, len(fetched)]
+        return fetched
+
+    def _fetched(self, prefetch: LayerPrefetch) -> set[int]:
+        """What is noted as fetched, which only candidates within their budgets may be."""
         found = prefetch.found
         host_slots, scores, counts = found.host_slots.cpu(), found.scores.cpu(), found.counts.cpu()
         fetched: list[int] = []
@@ -116,31 +182,19 @@ class PrefetchCase:
             assert all(allowed.get(slot) == score for slot, score in mine)
             fetched += [slot for slot, _ in mine]
         assert len(set(fetched)) == len(fetched), "fetched twice"
-        self._check_state(before, ready, floor, set(fetched))
         return set(fetched)
 
-    def _check_state(
-        self, before: LayerModel, ready: list[int], floor: int, fetched: set[int]
-    ) -> None:
+    def _check_rows(self, before: LayerModel) -> dict[int, tuple[int, int]]:
+        """That mappings agree and rows are where they say: who holds each slot, and its level."""
         tensors, layer = self.layer.tensors, self.layer
         owners, levels = tensors.device_to_host.tolist(), tensors.priority.tolist()
         held = {slot: (owner, levels[slot]) for slot, owner in enumerate(owners) if owner >= 0}
         tensors.assert_is(LayerModel(before.device_slots, before.host_slots, held))
-        taken = ready[: int(layer.cursor[0])]
-        free_to_go = [slot for slot in taken if before.held.get(slot, (0, -1))[1] < floor]
-        assert {owner for owner, _ in held.values()} >= fetched
-        assert {slot for slot, (owner, _) in held.items() if owner in fetched} == set(free_to_go)
-        assert len(free_to_go) == len(fetched), "a slot has leaked"
-        untouched = {slot: v for slot, v in before.held.items() if slot not in free_to_go}
-        now = {slot: (owner, floor) for slot, (owner, _) in held.items() if owner in fetched}
-        assert held == untouched | now
-        left = [slot for slot in free_to_go if slot in before.held]
-        assert layer.totals.tolist() == [0, len(fetched), len(left), 0, len(fetched)]
         resident = sorted(held)
         rows = torch.tensor([held[slot][0] for slot in resident], dtype=torch.long)
         slots = torch.tensor(resident, dtype=torch.long)
         assert torch.equal(layer.device_rows.cpu()[slots], layer.host_rows[rows])
-        layer.model.held = held
+        return held
 
 
 def make_case(

@@ -15,8 +15,19 @@ from tests.kernels.cache_model import LayerModel, LayerTensors
 from torch import Tensor
 
 from echokv.kernels.cuda.victims import AGES
-from echokv.kernels.fused_layer import CURSOR, STALE, TOTALS, TOUCHED, FusedLayer, NewRows
+from echokv.kernels.fused_layer import (
+    BEGAN,
+    CURSOR,
+    STALE,
+    TOTALS,
+    TOUCHED,
+    FusedLayer,
+    FusedLayers,
+    NewRows,
+)
 from echokv.kernels.reference.priorities import score_priorities
+
+TAKEN, LISTED = 0, 2  # columns of a cursor
 
 
 class FusedOps(Protocol):
@@ -46,10 +57,9 @@ class LayerUnderTest:
 
     def layer(self, floor: int) -> FusedLayer:
         """The argument of the fused ops; totals count from zero."""
-        mappings = ("device_free", "priority", "device_to_host", "host_to_device")
         return FusedLayer(
             floor=torch.tensor([floor], dtype=torch.int32, device=self.device),
-            **dict(zip(mappings, self.tensors.mappings(), strict=True)),
+            **self._mappings(),
             ready=self.tensors.slot_buffer,
             cursor=self.cursor,
             barrier=self.barrier,
@@ -58,32 +68,63 @@ class LayerUnderTest:
             device_rows=self.device_rows,
         )
 
-    def choose(self, ops: FusedOps, floor: int) -> list[int]:
-        """Have the ready list made anew, and check its order; returns it."""
+    def _mappings(self) -> dict[str, Tensor]:
+        names = ("device_free", "priority", "device_to_host", "host_to_device")
+        return dict(zip(names, self.tensors.mappings(), strict=True))
+
+    def _check_freed(self, wanted: int, since: int) -> None:
+        """The first slots on the list are free: who had them has left, and nobody else."""
+        model, began, listed = self.model, int(self.cursor[BEGAN]), int(self.cursor[LISTED])
+        first = self.tensors.slot_buffer.tolist()[began : min(began + wanted, listed)]
+        left = [slot for slot in first if slot in model.held]
+        assert all(model.held[slot][1] < since for slot in left)
+        assert self.totals.tolist() == [0, 0, len(left), 0, 0]
+        for slot in left:
+            del model.held[slot]
+        self.tensors.assert_is(model)
+
+    def choose(self, ops: FusedOps, floor: int, free: int = 0) -> list[int]:
+        """Have the ready list made anew, and check its order; returns it.
+
+        Args:
+            ops: what runs it.
+            floor: the step's.
+            free: the slots of so many of the first names are to be free.
+        """
         self.cursor[TOUCHED] = STALE
+        self.cursor[BEGAN] = self.cursor[TAKEN] - free
         self.tensors.slot_buffer.fill_(-77)
-        assert self.begin(ops, floor, 1), "a stale list was kept"
+        assert self.begin(ops, floor, 1, free), "a stale list was kept"
         ready, levels = self.tensors.slot_buffer.tolist(), self.tensors.priority.tolist()
         may_go = sum(level < floor for level in levels)
-        assert self.cursor.tolist() == [0, 0, may_go, floor]
+        assert self.cursor.tolist() == [0, 0, may_go, floor, 0]
         assert ready[may_go:] == [-77] * (len(ready) - may_go)
         return ready[:may_go]
 
-    def begin(self, ops: FusedOps, floor: int, most_rows: int) -> bool:
+    def begin(self, ops: FusedOps, floor: int, most_rows: int, most_free: int = 0) -> bool:
         """`choose_victims` at the start of a step, at a higher floor than the last; whether it has
         made a new list.
 
-        Names that are left must be enough, and in the order in which slots may leave now.
+        Names that are left must be enough, and in the order in which slots may leave now; the first
+        of them are of free slots, as many as are wanted.
         """
         touched_before = int(self.cursor[TOUCHED])
+        taken_before = int(self.cursor[TAKEN] - self.cursor[BEGAN])
+        layer = self.layer(floor)
         ops.choose_victims(
-            torch.tensor([floor], dtype=torch.int32, device=self.device),
-            self.tensors.priority[None],
-            self.tensors.slot_buffer[None],
-            self.cursor[None],
+            FusedLayers(
+                floor=layer.floor,
+                totals=layer.totals[None],
+                cursor=self.cursor[None],
+                ready=self.tensors.slot_buffer[None],
+                **{name: tensor[None] for name, tensor in self._mappings().items()},
+            ),
             most_rows,
+            most_free,
         )
-        taken, touched, listed, since = self.cursor.tolist()
+        taken, touched, listed, since, began = self.cursor.tolist()
+        assert taken == began
+        self._check_freed(min(taken_before + taken_before // 2, most_free), since)
         levels = self.tensors.priority.tolist()
         # Ages beyond the bins are alike.
         rank = [max(level, since - AGES + 1) if level >= 0 else -1 for level in levels]
@@ -237,7 +278,7 @@ def check_new_rows(
         some = rng.sample(others + new, len(others) + rng.randint(0, len(new)))
         row[: len(some)] = torch.tensor(some, dtype=torch.int32)
     under_test.fetch(ops, wanted, torch.randn(wanted.shape), 800, new=new, **plan)
-    taken, touched, listed, since = under_test.cursor.tolist()
+    taken, touched, listed, since, _ = under_test.cursor.tolist()
     if free >= len(new):  # then nobody was passed over
         levels = under_test.tensors.priority[names[taken:listed]]
         assert [taken, touched] == [len(new), int((levels >= since).sum())]

@@ -151,7 +151,7 @@ def test_a_list_serves_as_many_steps_as_it_has_names_for(
         warm = rng.sample(range(150), 25)
         for step in range(12):
             floor = 800 + 8 * step
-            anew.append(under_test.begin(emulator, floor, most_rows))
+            anew.append(under_test.begin(emulator, floor, most_rows, rng.choice([0, 2, 60])))
             under_test.append(emulator, [rng.randrange(150)], floor)
             warm[rng.randrange(25)] = rng.randrange(150)
             wanted = torch.tensor([rng.sample(warm, (most_rows - 1) // 2)] * 2, dtype=torch.int32)
@@ -169,6 +169,7 @@ def test_a_list_is_made_anew_when_it_is_stale_or_the_clock_went_back(emulator: E
     assert under_test.begin(emulator, 808, 5)
     levels = under_test.tensors.priority
     levels.copy_(torch.where(levels >= 0, levels.clamp(max=15), levels))  # as a rebase does
+    under_test.model.held = under_test._held()
     assert under_test.begin(emulator, 16, 5)
 
 
@@ -223,7 +224,7 @@ def test_make_resident_with_new_rows(emulator: Emulator, beside: bool, row_bytes
             emulator, wanted, torch.randn(wanted.shape), floor,
             new=[-1, *new], beside=beside, lanes=lanes,
         )  # fmt: skip
-        under_test.begin(emulator, 808, 60)
+        under_test.begin(emulator, 808, 60, rng.choice([0, 9, 80]))
         again = rng.sample(range(200), 30)
         wanted = selection(rng, again, 5, 33)
         under_test.fetch(

@@ -75,10 +75,10 @@ class OnGpu:
                 threshold = scores.topk(max(1, int(length * share))).values[-1]
                 self.case.thresholds[self.case.request_slots[row]] = threshold
 
-    def prefetch(self, most: int, rows_per_unit: int, least: int) -> set[int]:
-        """Make the ready list, prefetch, check. What came in."""
+    def prefetch(self, most: int, rows_per_unit: int, least: int, *, free: int = 9000) -> set[int]:
+        """Make the ready list, with so many free slots at least, prefetch, check. What came in."""
         case, under_test = self.case, self.case.layer
-        ready = under_test.choose(fused, FLOOR)
+        ready = under_test.choose(fused, FLOOR, free)
         before = copy.deepcopy(under_test.model)
         ahead = case.prefetch(
             FLOOR, self.lists, most=most, rows_per_unit=rows_per_unit, least=least
@@ -128,8 +128,8 @@ def test_everything_is_found_where_nothing_is_in_a_hurry() -> None:
     on_gpu.set_thresholds(0.01)
     held = {owner for owner, _ in under_test.model.held.values()}
     want = set().union(*(on_gpu.case.candidates(row) for row in range(3))) - held
-    assert on_gpu.prefetch(500, 0, 500) == want
-    assert on_gpu.prefetch(500, 0, 500) == set()
+    assert on_gpu.prefetch(500, 0, 500, free=0) == want
+    assert on_gpu.prefetch(500, 0, 500, free=0) == set()
 
 
 def test_shared_rows_move_once_and_budgets_hold() -> None:
@@ -141,7 +141,7 @@ def test_shared_rows_move_once_and_budgets_hold() -> None:
         )
         on_gpu = OnGpu(make_case(rng, under_test, [64 * 70 - row for row in range(30)], 70))
         on_gpu.set_thresholds(rng.choice([0.01, 0.3]))
-        on_gpu.prefetch(rng.choice([1, 20]), 0, 20)
+        on_gpu.prefetch(rng.choice([1, 20]), 0, 20, free=rng.choice([5, 300]))
 
 
 @pytest.mark.parametrize("threshold", [0.0, -torch.inf, torch.inf, torch.nan, -1e30, 1e30])
@@ -159,8 +159,8 @@ def test_hostile_predictions_and_budgets(
 def test_a_thousand_replays_under_eviction_pressure() -> None:
     """Hostile predictions, shared blocks and a pool of the least size, in one captured step.
 
-    Every replay: the scores are those without prefetch, and each selected row is where it is said
-    to be, byte for byte.
+    Rows are still being fetched while the selection is made resident. Every replay: the scores are
+    those without prefetch, and each selected row is where it is said to be, byte for byte.
     """
     rng = random.Random(9)
     rows, k, most, lens = 6, 64, 24, [700, 0, 1500, 64, 1499, 1000]
@@ -189,13 +189,12 @@ def test_a_thousand_replays_under_eviction_pressure() -> None:
             thresholds=thresholds, limits=limits, lists=on_gpu.lists, found=found,
             kth_scores=kth_scores, rows_per_unit=0, least=most,
         )  # fmt: skip
-        scores = prefetch.index_scores_prefetch(*on_gpu.arguments, ahead, on_gpu.fork)
+        scores = prefetch.index_scores_prefetch(*on_gpu.arguments, ahead, manager.fork_ahead)
         tables = on_gpu.arguments[4]
         positions = prefetch.topk_rows(scores, lens_on_gpu, k, request_rows, tables, kth_scores)[0]
         wanted = positions_to_host_slots(positions, request_rows, tables)
         best = scores.gather(1, positions.clamp(min=0).long())
         wrong.add_((scores != index_scores(*on_gpu.arguments)).sum())
-        torch.cuda.current_stream().wait_stream(on_gpu.side)
         slots = manager.make_resident(0, HostSlots(wanted), best)
         wrong.add_((slots < 0).ne(wanted < 0).sum())
         taken = manager.rows(0)[slots.clamp(min=0).long()]

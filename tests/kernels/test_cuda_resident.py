@@ -140,7 +140,7 @@ def test_int32_offsets_of_neither_pool_overflow() -> None:
     layer = FusedLayer(
         floor=full(1, 8), device_free=full(slots, 1, torch.uint8), priority=full(slots, -1),
         device_to_host=full(slots, -1), host_to_device=full(slots, -1), ready=ready,
-        cursor=torch.tensor([0, 0, slots, 8], dtype=torch.int32, device=CUDA),
+        cursor=torch.tensor([0, 0, slots, 8, 0], dtype=torch.int32, device=CUDA),
         barrier=full(1, 0), totals=full(5, 0, torch.int64), host_rows=host_rows,
         device_rows=device_rows,
     )  # fmt: skip

@@ -16,8 +16,9 @@ from tests.kernels import cuda_emulator
 from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.cuda_emulator import Emulator
 from tests.kernels.prefetch_model import PrefetchCase, contended_case, ints, make_case, mixed_case
-from tests.kernels.resident_model import LayerUnderTest
+from tests.kernels.resident_model import LayerUnderTest, selection
 
+from echokv.kernels.fused_layer import TOTALS
 from echokv.kernels.prefetch_args import Candidates
 
 CPU = torch.device("cpu")
@@ -26,23 +27,17 @@ pytestmark = pytest.mark.skipif(cuda_emulator.COMPILER is None, reason="needs g+
 
 
 def prefetch(
-    emulator: Emulator, case: PrefetchCase, most: int, rows_per_unit: int, least: int, **how: Any
-) -> set[int]:
-    """Make the ready list, prefetch, check. What came in."""
-    ready = case.layer.choose(emulator, FLOOR)
-    return prefetch_from(emulator, case, ready, most, rows_per_unit, least, **how)
-
-
-def prefetch_from(
     emulator: Emulator,
     case: PrefetchCase,
-    ready: list[int],
     most: int,
     rows_per_unit: int,
     least: int,
+    *,
+    free: int = 1000,
     **how: Any,
 ) -> set[int]:
-    """The same with a ready list that has been made."""
+    """Make the ready list, with so many free slots at least, prefetch, check. What came in."""
+    ready = case.layer.choose(emulator, FLOOR, free)
     before = copy.deepcopy(case.layer.model)
     ahead = case.prefetch(
         FLOOR, emulator.candidate_lists(CPU), most=most, rows_per_unit=rows_per_unit, least=least
@@ -67,8 +62,45 @@ def test_prefetch_in_many_orders(emulator: Emulator) -> None:
         case = contended_case(rng, FLOOR)
         prefetch(emulator, case, rng.choice([1, 2, 9]), 0, rng.choice([0, 1, 9]),
                  blocks=rng.choice([1, 3, 5]), scoring=rng.choice([1, 2, 4]),
-                 known=rng.choice([False, True]),
+                 known=rng.choice([False, True]), free=rng.choice([1, 5, 48]),
                  tick=rng.choice([0, 0, 10**5, 10**7]))  # fmt: skip
+
+
+def test_a_selection_is_made_resident_while_rows_are_fetched(emulator: Emulator) -> None:
+    """`make_resident` begins at any time: what it finds stays, and what it has not found it brings.
+
+    Few slots that may leave, many of them selected.
+    """
+    early = late = 0
+    for seed in range(80):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer_in_use(rng, 180, 640, 1.0, FLOOR), CPU)
+        case = make_case(rng, under_test, [190, 150, 100], 1)
+        case.thresholds.fill_(rng.choice([-0.5, 0.5]))
+        under_test.choose(emulator, FLOOR, rng.choice([3, 20, 40]))
+        before = copy.deepcopy(under_test.model)
+        # What may be being fetched; and rows that are there, oldest first, and some that aren't.
+        named = [slot for row in range(3) for slot in case.candidates(row)]
+        pool = rng.sample(named, min(30, len(named)))
+        if seed % 2:
+            old = sorted(before.held.values(), key=lambda held: held[1])
+            pool = [owner for owner, level in old if level < FLOOR][:30]
+            pool += rng.sample(range(640), 20)
+        wanted = selection(rng, pool, 3, 40)
+        most = 9
+        ahead = case.prefetch(
+            FLOOR, emulator.candidate_lists(CPU), most=most, rows_per_unit=0, least=most
+        )
+        slots, totals = torch.full_like(wanted, -77), torch.zeros(TOTALS, dtype=torch.int64)
+        emulator.prefetch_beside_recall(
+            (case.scores, case.tables, ints(case.request_rows), ints(case.lens)), ahead,
+            (wanted, torch.randn(wanted.shape), replace(ahead.layer, totals=totals), slots),
+            blocks=rng.choice([1, 3]), recalling=rng.choice([1, 2, 4]),
+            pauses=rng.randrange(600), known=rng.random() < 0.3,
+        )  # fmt: skip
+        fetched = case.check_beside_recall(before, FLOOR, ahead, wanted, slots, totals)
+        early, late = early + len(fetched), late + int(totals[1])
+    assert early > 500 and late > 500
 
 
 def test_nothing_is_claimed_once_the_selection_is_known(emulator: Emulator) -> None:
@@ -85,14 +117,15 @@ def test_nothing_is_claimed_once_the_selection_is_known(emulator: Emulator) -> N
 
 def test_whoever_waits_too_long_leaves(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that runs fast, fetching warps give up while others still score."""
-    counts = []
-    for tick in (0, 10**9):
-        monkeypatch.setattr(emulator, "seed", 4)  # in some orders nobody has to wait
-        rng = random.Random(4)
-        under_test = LayerUnderTest(layer_in_use(rng, 400, 6400, 0.5, FLOOR), CPU, 16)
-        case = make_case(rng, under_test, [3000, 3000])
-        case.thresholds.fill_(1.2)
-        counts.append(len(prefetch(emulator, case, 300, 0, 300, tick=tick)))
+    counts = [0, 0]
+    for which, tick in enumerate((0, 10**9)):
+        for seed in range(4):  # in some orders nobody has to wait
+            monkeypatch.setattr(emulator, "seed", seed)
+            rng = random.Random(4)
+            under_test = LayerUnderTest(layer_in_use(rng, 400, 6400, 0.5, FLOOR), CPU, 16)
+            case = make_case(rng, under_test, [3000, 3000])
+            case.thresholds.fill_(1.2)
+            counts[which] += len(prefetch(emulator, case, 300, 0, 300, tick=tick))
     assert counts[0] > counts[1]
 
 
@@ -175,16 +208,15 @@ def test_protected_rows_stay(emulator: Emulator) -> None:
     assert len(prefetch(emulator, case, 30, 0, 30)) == 3
 
 
-def test_rows_raised_after_the_list_was_made_are_passed_over(emulator: Emulator) -> None:
-    rng = random.Random(8)
-    under_test = LayerUnderTest(layer_in_use(rng, 60, 640, 1.0, FLOOR), CPU)
-    case = make_case(rng, under_test, [300, 200])
-    ready = under_test.choose(emulator, FLOOR)
-    for slot in ready[:20:2]:
-        under_test.tensors.priority[slot] = FLOOR
-        under_test.model.held[slot] = (under_test.model.held[slot][0], FLOOR)
-    fetched = prefetch_from(emulator, case, ready, 15, 0, 15)
-    assert len(fetched) > 10
+def test_no_row_leaves(emulator: Emulator) -> None:
+    """As many rows come as there are free slots; all others stay."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        under_test = LayerUnderTest(layer_in_use(rng, 60, 640, 1.0, FLOOR), CPU)
+        case = make_case(rng, under_test, [300, 200])
+        case.thresholds.fill_(-torch.inf)
+        free = rng.choice([0, 3, 17])
+        assert len(prefetch(emulator, case, 30, 0, 30, free=free)) == free
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 33])

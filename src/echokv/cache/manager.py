@@ -4,6 +4,7 @@ Knows the order of the ops and what protects what; the ops do the work. Device s
 outside one cache step.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -65,6 +66,7 @@ class CacheManager:
         self._selecting = torch.zeros(TOTALS, dtype=torch.int32, device=device)
         self.side = SideStream(device)
         """Where `prefetch` and `recall_ahead` run: whatever else touches the cache waits first."""
+        self._ahead = SideStream(device)  # of fused prefetches: all but recalls waits for them
         self._prefetched = PrefetchedRows(kernels, self.state, self.side)
         self._staged = StagedRows(kernels, self.state, host_pool, device_pool)
         self._appender = Appender(
@@ -116,6 +118,7 @@ class CacheManager:
     ) -> None:
         """See `KVCache`."""
         self._require_room(f"keeping {keep} new rows", keep)
+        self._ahead.join()
         self._appender.append(
             layer, host_slots, rows, keep=keep, beside=beside, until_selected=until_selected
         )
@@ -130,8 +133,11 @@ class CacheManager:
     ) -> DeviceSlots:
         """See `KVCache`."""
         self._require_room_for(host_slots, max_distinct)
-        self._wait(layer)
-        return self._make_resident(layer, host_slots, scores, self._appender.take())
+        self.side.join()
+        self._appender.catch_up(but=layer)
+        slots = self._make_resident(layer, host_slots, scores, self._appender.take())
+        self._ahead.join()
+        return slots
 
     def recall_ahead(
         self,
@@ -152,20 +158,17 @@ class CacheManager:
     def wait(self) -> None:
         """See `KVCache`."""
         self.side.join()
+        self._ahead.join()
 
     def settle(self, layer: int) -> None:
         """See `KVCache`."""
         if layer == self.state.num_layers - 1:
             self.side.fork_put_off()
 
-    def _wait(self, layer: int | None = None) -> None:
-        """Let the current stream wait for the side stream, and append what was put off.
-
-        Args:
-            layer: whose selection is going to be made resident, its new rows with it.
-        """
-        self.side.join()
-        self._appender.catch_up(but=layer)
+    def _wait(self) -> None:
+        """Let the current stream wait for all others, and append what was put off."""
+        self.wait()
+        self._appender.catch_up()
 
     def _make_resident(
         self,
@@ -223,6 +226,10 @@ class CacheManager:
         missing = mine.slots.reserve(layer, wanted, priorities, counts, RECALLED, mine.num_hits)
         self._recall(layer, missing, counts, mine.slots)
         mine.note(layer, missing)
+
+    def fork_ahead(self) -> AbstractContextManager[None]:
+        """Where a fused prefetch of a layer runs: after its new rows, and beside its recall."""
+        return self._ahead.fork(catches_up=False, after=self.side)
 
     def fused_layer(self, layer: int) -> FusedLayer | None:
         """A layer as a fused prefetch takes it; None where the backend has no ready lists."""

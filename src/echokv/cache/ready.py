@@ -3,17 +3,22 @@
 Used by `CacheManager` where the backend has such an op. A layer's ready list lies in its
 slot_buffer and names all slots in the order in which they may leave. It serves step after step:
 one launch at the start of a step looks how many names each layer has left, and sorts the slots of
-those anew that might run out (`kernels/cuda/claims.cuh` has the reasons why that is exact).
+those anew that might run out (`kernels/cuda/claims.cuh` has the reasons why that is exact). It also
+evicts the rows that are next to leave, so that a step finds as many slots free as it is likely to
+need: whoever takes a free slot need not know what others select.
 """
 
 import torch
 from torch import Tensor
 
 from echokv.cache.state import CacheState
-from echokv.kernels.fused_layer import CURSOR, STALE, TOUCHED, FusedLayer, NewRows
+from echokv.kernels.fused_layer import CURSOR, STALE, TOUCHED, FusedLayer, FusedLayers, NewRows
 from echokv.kernels.protocol import FusedRecall
 from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
+
+FREE_SHARE = 32
+"""At most one in so many device slots of a layer is free ahead of need."""
 
 
 class ReadyLists:
@@ -43,24 +48,29 @@ class ReadyLists:
         device = state.priority.device
         self._cursors = torch.zeros((state.num_layers, CURSOR), dtype=torch.int32, device=device)
         self._barrier = torch.zeros(1, dtype=torch.int32, device=device)
+        self._layers = FusedLayers(
+            floor=state.floor,
+            device_free=state.device_free,
+            priority=state.priority,
+            device_to_host=state.device_to_host,
+            host_to_device=state.host_to_device,
+            ready=state.slot_buffer,
+            cursor=self._cursors,
+            totals=totals,
+        )
         self.scratch = torch.empty(state.device_slots, dtype=torch.int32, device=device)
         """[N_G] int32: what the other ops may use as their slot_buffer."""
 
     def begin_step(self, most_rows: int | None) -> None:
-        """See to it that enough may leave in this step, in every layer.
+        """See to it that enough may leave in this step, in every layer, and have some leave.
 
         Args:
             most_rows: rows that the step can select and write in a layer; None: any number.
         """
         slots = self._state.device_slots
         # What is taken in, and what is on the list but turns out to be selected: no more than that.
-        self._fused.choose_victims(
-            self._state.floor,
-            self._state.priority,
-            self._state.slot_buffer,
-            self._cursors,
-            slots if most_rows is None else max(1, min(slots, most_rows)),
-        )
+        most_names = slots if most_rows is None else max(1, min(slots, most_rows))
+        self._fused.choose_victims(self._layers, most_names, slots // FREE_SHARE)
 
     def forget(self, layer: int | None = None) -> None:
         """Have a list made anew for the next step: other ops have freed slots, or used some.

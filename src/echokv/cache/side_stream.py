@@ -28,13 +28,16 @@ class SideStream:
         self._busy = False
 
     @contextmanager
-    def fork(self, *keep: object, catches_up: bool = True) -> Iterator[None]:
+    def fork(
+        self, *keep: object, catches_up: bool = True, after: "SideStream | None" = None
+    ) -> Iterator[None]:
         """Run the block on the side stream, after all that the current one has been given so far.
 
         Args:
             keep: tensors made on the current stream that the block reads: held until `join`, so
                 that their memory isn't given to others meanwhile.
             catches_up: whether what was put off by `later` comes first.
+            after: another one, whose work so far comes first too.
         """
         if self._stream is None:
             if catches_up:
@@ -43,6 +46,9 @@ class SideStream:
             return
         self._kept += keep
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if after is not None and after._busy:
+            assert after._stream is not None
+            self._stream.wait_stream(after._stream)
         self._busy = True
         with torch.cuda.stream(self._stream):
             if catches_up:

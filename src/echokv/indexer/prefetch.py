@@ -105,13 +105,13 @@ class Prefetcher:
         """Columns of candidates in this pass, from what is known before it runs; 0: no prefetch.
 
         All rows that may be prefetched, selected or written in one pass fit the device pool
-        together, so that no prediction can take the room that the selection needs.
+        together, so that no prediction can take the room that the selection needs. (Nor the names
+        of slots: a prefetch takes one for each row, and if that slot isn't free, it is lost.)
         """
         if not batch.is_decode:
             return 0
         tokens, capacity = batch.num_real_tokens, self._cache.capacity
-        # Whatever is fetched belongs to the contexts: where all of those fit, everything does.
-        taken = 0 if batch.num_context_rows <= capacity else tokens * (self._topk + 1)
+        taken = min(tokens * (self._topk + 1), batch.num_context_rows)
         most = min((capacity - taken) // tokens, batch.max_context_len)
         budget = self._budget
         return max(0, row_budget(batch.max_context_len, most, budget.rows_per_unit, budget.least))
@@ -139,7 +139,7 @@ class Prefetcher:
         fmt: IndexKeyFormat,
         batch: ForwardBatch,
     ) -> Tensor | None:
-        """Scores of a layer while rows move, on the side stream, that they name.
+        """Scores of a layer while rows move, on a stream beside, that they name.
 
         Args:
             index_layer: place among the layers that have an indexer.
@@ -180,7 +180,7 @@ class Prefetcher:
             batch.context_lens,
             batch.max_context_len,
             prefetch,
-            lambda: self._cache.side.fork(catches_up=False),
+            self._cache.fork_ahead,
         )
 
     def _begin_fused(self, batch: ForwardBatch) -> _Pass:

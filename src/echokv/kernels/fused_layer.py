@@ -12,12 +12,16 @@ from echokv.kernels.checks import check_tensor
 TOTALS = 5
 """Columns of the totals: hits, recalled, evicted, written, allocated."""
 
-CURSOR = 4
+CURSOR = 5
 """Columns of a cursor: names taken off the ready list so far; names on it that were selected or
-written since it was made; its length; the floor when it was made."""
+written since it was made; its length; the floor when it was made; how many names were taken when
+the step began."""
 
 TOUCHED = 1
 """The second column."""
+
+BEGAN = 4
+"""The last."""
 
 STALE = 1 << 30
 """There: the list is not to be used in another step."""
@@ -58,6 +62,37 @@ class FusedLayer:
         check_tensor("cursor", self.cursor, (CURSOR,), torch.int32, device=device)
         check_scalars(device, floor=self.floor, barrier=self.barrier)
         check_pools(self.host_rows, self.device_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedLayers:
+    """All layers' tensors, but for their rows: L layers of N_G device slots and N_H host slots."""
+
+    floor: Tensor  # [1] int32
+    device_free: Tensor  # [L, N_G] uint8
+    priority: Tensor  # [L, N_G] int32
+    device_to_host: Tensor  # [L, N_G] int32
+    host_to_device: Tensor  # [L, N_H] int32
+    ready: Tensor  # [L, N_G] int32
+    cursor: Tensor  # [L, CURSOR] int32
+    totals: Tensor  # [L, TOTALS] int64
+
+    def check(self) -> None:
+        """Check shapes, dtypes, devices and strides.
+
+        Raises:
+            ValueError: with the tensor's name, what it is and what it must be.
+        """
+        device, (layers, slots) = self.priority.device, self.priority.shape
+        check_tensor("priority", self.priority, (None, None), torch.int32)
+        for name in ("device_to_host", "ready"):
+            check_tensor(name, getattr(self, name), (layers, slots), torch.int32, device=device)
+        check_tensor("device_free", self.device_free, (layers, slots), torch.uint8, device=device)
+        hosts = (layers, self.host_to_device.shape[1])
+        check_tensor("host_to_device", self.host_to_device, hosts, torch.int32, device=device)
+        check_tensor("cursor", self.cursor, (layers, CURSOR), torch.int32, device=device)
+        check_tensor("totals", self.totals, (layers, TOTALS), torch.int64, device=device)
+        check_scalars(device, floor=self.floor)
 
 
 @dataclass(frozen=True)

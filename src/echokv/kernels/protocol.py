@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from echokv.kernels.fused_layer import FusedLayer, NewRows
+from echokv.kernels.fused_layer import FusedLayer, FusedLayers, NewRows
 from echokv.kernels.prefetch_args import CandidateLists, LayerPrefetch
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 
@@ -22,9 +22,7 @@ class FusedRecall(Protocol):
     Contracts are in `kernels/cuda/{victims,recall,append}.py`.
     """
 
-    def choose_victims(
-        self, floor: Tensor, priority: Tensor, ready: Tensor, cursor: Tensor, most_rows: int
-    ) -> None: ...
+    def choose_victims(self, layers: FusedLayers, most_rows: int, most_free: int) -> None: ...
 
     def make_resident(
         self,

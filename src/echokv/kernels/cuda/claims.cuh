@@ -18,7 +18,11 @@
 // - priorities only rise while rows are taken in (atomic maxima), so who was passed over stays;
 // - settle() may run only when every row that must not leave in this step, as far as this kernel
 //   knows of them, has been raised to the floor: make_resident puts a grid barrier between;
-// - a free slot is nobody's, and can't have been used: its name is taken at any time;
+// - a free slot is nobody's, and can't have been used: it is given away at any time, before others have
+//   looked too, and while a recall protects what it finds. `choose_victims` therefore has slots free
+//   before a step asks for them, which are first on the list; who fetches ahead of the selection, and so
+//   beside the recall, takes none but those. (A name that it takes of another slot is lost to the list:
+//   the row stays.)
 // - a slot's new owner has at least the floor as its priority, so it isn't taken a second time;
 // - a step begins with as many names as it may take and touch, or with all slots on a new list, so
 //   the list can end only where the rows of one step exceed the pool: then the mapping is published
@@ -33,7 +37,7 @@ constexpr i32 NONE = -1;
 constexpr i32 PENDING = -2;  // in host_to_device: claimed, no device slot yet
 constexpr u32 SCORE_BITS = 3, SCORE_LEVELS = 7;
 
-enum Cursor { TAKEN, TOUCHED, LISTED, SINCE };  // columns of a layer's cursor
+enum Cursor { TAKEN, TOUCHED, LISTED, SINCE, BEGAN, CURSOR };  // columns of a layer's cursor
 
 enum Total { HITS, RECALLED, EVICTED, WRITTEN, ALLOCATED };  // columns of the manager's totals
 
@@ -45,7 +49,8 @@ struct Layer {
   i32* device_to_host;  // [N_G]
   u8* device_free;      // [N_G]
   const i32* ready;     // [N_G], who leaves first
-  i32* cursor;          // [4]: names taken, names touched, names listed, the floor at that time
+  i32* cursor;          // [CURSOR]: names taken, touched and listed, the floor when they were, and
+                        // how many were taken when the step began
   u64* totals;          // [5]
   u32* barrier;         // [1]
   u8* host_rows;        // [N_H, row_bytes]
@@ -99,6 +104,9 @@ DEVICE Victim name_victim(const Layer& layer, const ReadyList& list, u32 place) 
   return victim;
 }
 
+// Whether there is one whose slot is free.
+DEVICE bool is_free(const Victim& victim) { return victim.slot >= 0 && victim.owner < 0; }
+
 // The victim, or the next one on the list that hasn't been used since it was listed.
 DEVICE void pass_over_used(const Layer& layer, const ReadyList& list, Victim* victim) {
   while (victim->slot >= 0 && load_shared_value(layer.priority + victim->slot) >= list.used)
@@ -112,7 +120,7 @@ DEVICE bool give_slot(const Layer& layer, const Victim& victim, i32 host_slot, i
     if (victim.owner >= 0) store_shared_value(layer.host_to_device + victim.owner, NONE);
     layer.device_to_host[slot] = host_slot;
     layer.device_free[slot] = 0;
-    atomicMax(layer.priority + slot, level);
+    raise_shared_value(layer.priority + slot, level);
   }
   store_shared_value(layer.host_to_device + host_slot, slot);
   return slot >= 0;
@@ -121,7 +129,7 @@ DEVICE bool give_slot(const Layer& layer, const Victim& victim, i32 host_slot, i
 // Give the victim's slot, or the next one's that may leave, to a claimed row. False: none is left.
 DEVICE bool settle(const Layer& layer, const ReadyList& list, Victim* victim, i32 host_slot,
                    i32 level) {
-  pass_over_used(layer, list, victim);
+  if (!is_free(*victim)) pass_over_used(layer, list, victim);
   return give_slot(layer, *victim, host_slot, level);
 }
 

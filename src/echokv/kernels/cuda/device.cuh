@@ -74,6 +74,8 @@ DEVICE i32 load_shared_value(const i32* from) {
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
+// Nobody waits for these: what comes after one may be seen before it, unless a fence stands between.
+DEVICE void raise_shared_value(i32* to, i32 value) { atomicMax(to, value); }
 DEVICE void store_shared_value(i32* to, i32 value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }

@@ -175,13 +175,19 @@ DEVICE void claim_entry(const ResidentArguments& a, Entry* entry, i32 found,
   entry->mine = entry->missing && claim(a.layer, entry->host_slot) && !entry->appended;
 }
 
-// Protect an entry that was found.
+// Protect an entry that was found. The first to raise its priority counts it, unless its slot was free
+// a moment ago: a row in there has been brought by another block, who counts it, or is new.
 template <u32 THREADS>
-DEVICE void protect(const ResidentArguments& a, const Entry& entry, i32 found, i32 floor, i32 used,
-                    RecallShared<THREADS>* shared, u32 lane) {
-  i32 before = floor + 1;  // its priority; -1: of a slot that a new row has just taken
+DEVICE void protect(const ResidentArguments& a, const Entry& entry, const NewSlots& new_slots,
+                    i32 found, i32 floor, i32 used, RecallShared<THREADS>* shared, u32 lane) {
+  i32 before = floor + 1;  // its priority
   if (found >= 0) before = atomicMax(a.layer.priority + found, entry.level);
-  const u32 hits = __ballot_sync(ALL_LANES, before <= floor);
+  bool hit = before >= 0 && before <= floor;
+  if (__any_sync(ALL_LANES, before < 0)) {
+    const bool is_row_new = is_new(a, new_slots, entry.host_slot);  // all lanes ask
+    hit = before < 0 ? is_row_new : hit;
+  }
+  const u32 hits = __ballot_sync(ALL_LANES, hit);
   const u32 touched = __ballot_sync(ALL_LANES, before >= 0 && before < used);
   if (lane != 0) return;
   if (hits != 0) atomicAdd(&shared->hits, __popc(hits));
@@ -198,7 +204,8 @@ DEVICE void take_places(const ResidentArguments& a, Entry* entry, u32 claimed, u
 }
 
 // Wait for a row that another has claimed, and raise its priority. Whoever raises a new row's first
-// counts it as found. (A claimed row's owner has counted it; its own raise may come later.)
+// counts it as found, or that of a row that was fetched ahead, which comes at the floor. (The owner of a
+// row that is recalled has counted it; its own raise may come later.)
 DEVICE void follow(const ResidentArguments& a, const Entry& entry, i32 floor, u32 lane) {
   i32 before = floor + 1;
   if (entry.missing && !entry.mine) {
@@ -206,7 +213,8 @@ DEVICE void follow(const ResidentArguments& a, const Entry& entry, i32 floor, u3
     if (slot >= 0) before = atomicMax(a.layer.priority + slot, entry.level);
     a.device_slots[entry.index] = slot;
   }
-  const u32 hits = __ballot_sync(ALL_LANES, entry.appended && before <= floor);
+  const bool found = before == floor || (entry.appended && before < floor);
+  const u32 hits = __ballot_sync(ALL_LANES, found);
   if (lane == 0) add_total(a.layer.totals, HITS, __popc(hits));
 }
 

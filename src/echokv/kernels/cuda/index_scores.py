@@ -149,9 +149,10 @@ def index_scores_prefetch(
     whose row is absent from the layer when it is looked up. A row of the pass has a budget of
     least + context_len * rows_per_unit / BUDGET_UNIT candidates, at most `most` and its limit: the
     first that are found, in whatever order. They are fetched, each once however many requests share
-    it, at priority `floor`, into the slots that are next on the ready list, until
-    the row's k-th score is written to kth_scores, which `topk` does. A candidate that comes
-    when its warp's list is full is forgotten. The scores are those of `index_scores`, bit for bit.
+    it, at priority `floor`, into the free slots that are next on the ready list, until there are no
+    more, or the row's k-th score is written to kth_scores, which `topk` does. A candidate that
+    comes when its warp's list is full is forgotten. The scores are those of `index_scores`, bit for
+    bit.
 
     Args:
         query: [T, H, 128], and the rest as for `index_scores`, of shapes that `takes` allows.
@@ -164,7 +165,8 @@ def index_scores_prefetch(
         max_context_len: the largest of context_lens.
         prefetch: of the layer, for these rows.
         fork: makes a second stream the current one, after all that the current one has been given
-            so far. It must be joined before anything else takes rows of the layer in.
+            so far. It must be joined before anything but `make_resident` takes rows of the layer
+            in, and before they are read.
 
     Returns:
         [T, W] float32 scores.

@@ -12,15 +12,16 @@
 //
 // A fetching warp drops candidates that are resident, and asks the row's budget for the others:
 // `counts` is raised by as many, and what exceeds the budget is given back, so that it ends at what
-// was granted and no grant is made twice. It claims a row, takes a victim and publishes the mapping
-// by the protocol of claims.cuh, at the floor (protected in this step, below whatever is selected in
-// it), notes that it was fetched, and copies the row. Nobody reads device rows before the kernel is
-// over, so the mapping may be published before the row has landed.
+// was granted and no grant is made twice. It takes a name off the ready list, of a slot that is free,
+// claims the row and publishes the mapping by the protocol of claims.cuh, at the floor (protected in
+// this step, below whatever is selected in it), notes that it was fetched, and copies the row. Nobody
+// reads device rows before the kernel is over, so the mapping may be published before the row has
+// landed, and the selection be made resident meanwhile: no row leaves for one that is fetched.
 //
 // - No slot is lost to a budget that has run out: nothing is claimed before its budget is granted.
 // - Rows that requests share are claimed once; the others see the claim, or the mapping, and pass.
-// - A victim may be a candidate that was seen as resident: then it is recalled after the top-k,
-//   like every row that no prediction named.
+// - Where no slot is free any more, a warp leaves; what it has claimed nothing for is recalled, like
+//   every row that no prediction named.
 // - Once the row's k-th score is known nothing more is claimed for it: what is selected will be
 //   recalled, and needn't wait for what isn't.
 // - Nobody waits without end: where nothing comes for PATIENCE, because the scores are late or were
@@ -172,30 +173,37 @@ DEVICE void add_fetched(const PrefetchArguments& a, const Fetched& fetched, u32 
   add_total(a.layer.totals, ALLOCATED, fetched.rows);
 }
 
-// Fetch the lanes' rows that are still absent; `at` is where they are on the lists.
-DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 at, i32 floor,
-                    Fetched* fetched, u32 lane) {
+// Fetch the lanes' rows that are still absent, into free slots only: a recall beside counts on what it
+// finds. `at` is where they are on the lists. False: no slot is free any more.
+DEVICE bool take_in_free(const PrefetchArguments& a, bool wants, i32 host_slot, u32 at, i32 floor,
+                         Fetched* fetched, u32 lane) {
   const Layer& layer = a.layer;
-  const bool mine = wants && claim(layer, host_slot);
-  const u32 claims = __ballot_sync(ALL_LANES, mine);
-  if (claims == 0) return;
-  // The first row is on its way while its victim is looked for.
-  const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
-  const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
+  const u32 asking = __ballot_sync(ALL_LANES, wants);
+  if (asking == 0) return true;
   u32 first = 0;
-  if (lane == 0) first = take_names(layer, __popc(claims));
+  if (lane == 0) first = take_names(layer, __popc(asking));
   first = __shfl_sync(ALL_LANES, first, 0);
   Victim victim = {0, NONE, NONE};
-  bool settled = false;
+  if (wants)
+    victim = name_victim(layer, ready_list(layer, floor),
+                         first + __popc(asking & ((1u << lane) - 1)));
+  const bool room = is_free(victim), mine = room && claim(layer, host_slot);
+  const u32 claims = __ballot_sync(ALL_LANES, mine);
   if (mine) {
-    const ReadyList list = ready_list(layer, floor);
-    victim = name_victim(layer, list, first + __popc(claims & ((1u << lane) - 1)));
-    settled = settle(layer, list, &victim, host_slot, floor);
-    if (settled) a.host_slots[at] = host_slot;
+    layer.device_to_host[victim.slot] = host_slot;
+    layer.device_free[victim.slot] = 0;
+    store_shared_value(layer.priority + victim.slot, floor);
+    a.host_slots[at] = host_slot;
+    device_fence();  // whoever sees the mapping sees the priority: then it is a hit
+    store_shared_value(layer.host_to_device + host_slot, victim.slot);
   }
-  fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
-  fetched->rows += __popc(__ballot_sync(ALL_LANES, settled));
-  copy_rows(layer, part, host_slot, victim.slot, claims, lane);
+  fetched->rows += __popc(claims);
+  if (claims != 0) {
+    const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
+    const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
+    copy_rows(layer, part, host_slot, victim.slot, claims, lane);
+  }
+  return !__any_sync(ALL_LANES, wants && !room);
 }
 
 // List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
@@ -233,12 +241,18 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
 
 // Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
 // until the rows' selections are known. Budgets are asked for by a few at a time too, so that
-// whoever comes first doesn't take for a long queue of its own what others could fetch at once.
-DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
+// whoever comes first doesn't take for a long queue of its own what others could fetch at once. False:
+// no slot is free any more.
+DEVICE bool fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
                         Fetched* fetched, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
-  bool waits = candidate.valid && is_open(a, candidate.row);
-  if (waits) waits = load_shared_value(to.layer.host_to_device + candidate.host_slot) < 0;
+  bool waits = false;
+  if (candidate.valid) {  // all three are asked for at once
+    const bool open = is_open(a, candidate.row);
+    const i32 found = load_shared_value(to.layer.host_to_device + candidate.host_slot);
+    const u32 count = u32(load_shared_value(to.counts + candidate.row));
+    waits = open && found < 0 && count < budget_of(to, a.contexts, candidate.row);
+  }
   for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
     u32 now = 0;
 #pragma unroll
@@ -256,9 +270,10 @@ DEVICE void fetch_found(const ListedArguments& a, const Candidate& candidate, i3
       left &= ~__ballot_sync(ALL_LANES, candidate.row == row);  // it has no budget left
       refused &= refused - 1;
     }
-    take_in(to, granted, candidate.host_slot, at, floor, fetched, lane);
+    if (!take_in_free(to, granted, candidate.host_slot, at, floor, fetched, lane)) return false;
     left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
   }
+  return true;
 }
 
 // A thread of a block that fetches what the scoring block of the same number lists.
@@ -280,7 +295,7 @@ DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
     over = over || seen != found || place >= LIST;
     if (__any_sync(ALL_LANES, found)) {
       const Candidate candidate = {found, i32(entry.x), bits_float(entry.y), found ? entry.z : 0};
-      fetch_found(a, candidate, floor, &fetched, lane);
+      if (!fetch_found(a, candidate, floor, &fetched, lane)) break;
       since = nanoseconds();
       continue;
     }

@@ -189,6 +189,33 @@ DEVICE u32 wanted_columns(const InterArguments& a, const WaveNotes* notes, u32 f
   return found;
 }
 
+// Fetch the lanes' rows that are still absent, whoever leaves for them: no recall runs beside. `at` is
+// where they are on the list.
+DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 at, i32 floor,
+                    Fetched* fetched, u32 lane) {
+  const Layer& layer = a.layer;
+  const bool mine = wants && claim(layer, host_slot);
+  const u32 claims = __ballot_sync(ALL_LANES, mine);
+  if (claims == 0) return;
+  // The first row is on its way while its victim is looked for.
+  const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
+  const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
+  u32 first = 0;
+  if (lane == 0) first = take_names(layer, __popc(claims));
+  first = __shfl_sync(ALL_LANES, first, 0);
+  Victim victim = {0, NONE, NONE};
+  bool settled = false;
+  if (mine) {
+    const ReadyList list = ready_list(layer, floor);
+    victim = name_victim(layer, list, first + __popc(claims & ((1u << lane) - 1)));
+    settled = settle(layer, list, &victim, host_slot, floor);
+    if (settled) a.host_slots[at] = host_slot;
+  }
+  fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
+  fetched->rows += __popc(__ballot_sync(ALL_LANES, settled));
+  copy_rows(layer, part, host_slot, victim.slot, claims, lane);
+}
+
 // Fetch a few of the lanes' wanted rows at a time; stops when `over` says so.
 template <typename Over>
 DEVICE void fetch_columns(const InterArguments& a, i32 request, u32 found, u32 column, i32 floor,

@@ -5,7 +5,8 @@
 // claims them in the mapping and tells the grid that it has looked; then its warps, which share
 // these rows evenly, send for the first of them, and it takes the next names off the ready list,
 // while it waits for the rest of the grid, since a row that somebody else selects must not leave.
-// Blocks that have claimed nothing don't wait for the grid, only for rows that others have claimed.
+// Blocks that have claimed nothing, or whose names are all of free slots, don't wait for the grid, only
+// for rows that others have claimed.
 // Blocks move their rows in the order of addresses, roughly: reads that all blocks do at the same
 // time then share translations of addresses. What has to be in order is in order by the barrier
 // alone: priorities only ever rise while a selection is made resident, so that they are raised by
@@ -84,14 +85,17 @@ DEVICE void bring_claims(const ResidentArguments& a, RecallShared<THREADS>* shar
   if (thread == WARP && claims != 0) shared->place = take_names(a.layer, claims);
   block_sync();
   if (mine.mine) mine.victim = name_victim(a.layer, list, shared->place + at);
-  if (thread == 0) grid_wait(a.layer.barrier, arrived);
   // From now on other loads wait behind those of rows.
   RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
   const bool ahead =
       fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
   if (ahead)
     held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
-  block_sync();
+  // Nobody finds a row in a free slot: for others to leave, the grid must have looked.
+  if (block_any(mine.mine && !is_free(mine.victim)) || !ONE_TILE) {
+    if (thread == 0) grid_wait(a.layer.barrier, arrived);
+    block_sync();
+  }
 
   for (u32 tile = tiles.first; tile < tiles.last; tile += tiles.step) {
     const bool first = ONE_TILE || tile == tiles.first;
@@ -162,7 +166,7 @@ DEVICE void make_tiles_resident(const ResidentArguments& a) {
     // Nothing before this needs `found`, which is on its way meanwhile.
     entry.level = floor + level_of(score, range_of_row<THREADS>(extremes, shared, thread));
     claim_entry(a, &entry, found, new_slots);
-    protect(a, entry, found, floor, list.used, shared, lane);
+    protect(a, entry, new_slots, found, floor, list.used, shared, lane);
     claimed = claimed || entry.mine;
     follows = follows || (entry.missing && !entry.mine);
     if (ONE_TILE || tile == block) {

@@ -2,7 +2,8 @@
 // blocks. Free slots come first; what is protected never comes. Each block counts its part in
 // shared memory and looks at the others' counts there. A layer whose list still has as many names
 // as a step may take keeps it (see claims.cuh for why it is in order still), less the first names
-// that have been used since: a recall that came upon one would look further while others wait.
+// that have been used since: a recall that came upon one would look further while others wait. Then the
+// rows that are next to leave do, so that the step finds their slots free.
 #include "claims.cuh"
 
 #ifndef VICTIM_THREADS
@@ -15,6 +16,7 @@ constexpr u32 NO_AGE = ALL_LANES;
 constexpr u32 AT_ONCE = 8;            // slots that a thread asks for at once
 constexpr u32 MINE = AGES / THREADS;  // ages whose counts a thread adds up
 
+constexpr u32 FREED_AT_ONCE = 4;      // slots of a thread
 constexpr u32 TRIMMED = 4 * THREADS;   // names at the front of a list that are looked at
 
 struct VictimShared {
@@ -24,11 +26,16 @@ struct VictimShared {
 
 struct VictimArguments {
   const i32* floor;     // [1]
-  const i32* priority;  // [layers, slots]
+  i32* priority;        // [layers, slots]
+  i32* device_to_host;  // [layers, slots]
+  u8* device_free;      // [layers, slots]
+  i32* host_to_device;  // [layers, host_slots]
   i32* ready;           // [layers, slots] out
-  i32* cursor;          // [layers, 4]
-  i32 slots;
+  i32* cursor;          // [layers, CURSOR]
+  u64* totals;          // [layers, 5]
+  i32 slots, host_slots;
   i32 most_rows;  // names that must be left
+  i32 most_free;  // slots that are free ahead of need, at most
 };
 
 DEVICE u32 age_of(i32 priority, i32 floor) {
@@ -86,42 +93,90 @@ DEVICE bool lasts(const i32* cursor, i32 floor, i32 most_rows) {
   return !rebased && cursor[LISTED] - cursor[TAKEN] - cursor[TOUCHED] >= most_rows;
 }
 
-// Move the names at the front that have been used since over the edge: those between them back.
-DEVICE void trim(const VictimArguments& a, VictimShared* shared, i32* cursor, u64 layer,
+// Move those of the first names that have been used since over the edge, and the others back: so many
+// that as many as `ahead` are at the front.
+DEVICE void trim(const VictimArguments& a, VictimShared* shared, i32* cursor, u64 layer, u32 ahead,
                  u32 thread) {
   constexpr u32 EACH = TRIMMED / THREADS;
   const u32 lane = thread % WARP, warp = thread / WARP;
-  const u32 taken = cursor[TAKEN], listed = cursor[LISTED];
+  const u32 taken = cursor[TAKEN], listed = u32(cursor[LISTED]) - taken;
   const i32 since = cursor[SINCE];
   const i32* priority = a.priority + layer * a.slots;
   i32* ready = a.ready + layer * a.slots + taken;
-  const u32 begin = smaller(warp * EACH * WARP, listed - taken);  // a warp's names are neighbours
-  const u32 end = smaller(begin + EACH * WARP, listed - taken);
-  i32 names[EACH];
-  u32 left[EACH], sum = 0, total;
+  const u32 looked_at = smaller((1 + ahead / TRIMMED) * TRIMMED, listed);
+  u32 used = looked_at;  // less those that stay, which end where the names do that were looked at
+  for (u32 window = ceil_div(looked_at, TRIMMED); window-- > 0;) {
+    const u32 begin = window * TRIMMED + warp * EACH * WARP;  // a warp's names are neighbours
+    i32 names[EACH];
+    u32 left[EACH], sum = 0, total;
 #pragma unroll
-  for (u32 i = 0; i < EACH; i++) {
-    const u32 at = begin + i * WARP + lane;
-    names[i] = at < end ? ready[at] : NONE;
-  }
+    for (u32 i = 0; i < EACH; i++) {
+      const u32 at = begin + i * WARP + lane;
+      names[i] = at < looked_at ? ready[at] : NONE;
+    }
 #pragma unroll
-  for (u32 i = 0; i < EACH; i++) {
-    left[i] = __ballot_sync(ALL_LANES, names[i] >= 0 && priority[names[i]] < since);
-    sum += __popc(left[i]);
-  }
-  if (lane == 0) shared->totals[warp] = sum;
-  block_sync();  // and all names are read
-  const u32 before = lanes_before(lane < WARPS ? shared->totals[lane] : 0, lane, &total);
-  const u32 used = smaller(TRIMMED, listed - taken) - total;
-  u32 to = used + __shfl_sync(ALL_LANES, before, warp);
+    for (u32 i = 0; i < EACH; i++) {
+      left[i] = __ballot_sync(ALL_LANES, names[i] >= 0 && priority[names[i]] < since);
+      sum += __popc(left[i]);
+    }
+    if (lane == 0) shared->totals[warp] = sum;
+    block_sync();  // and all names are read
+    const u32 before = lanes_before(lane < WARPS ? shared->totals[lane] : 0, lane, &total);
+    used -= total;
+    u32 to = used + __shfl_sync(ALL_LANES, before, warp);
 #pragma unroll
-  for (u32 i = 0; i < EACH; i++) {
-    if (left[i] >> lane & 1) ready[to + __popc(left[i] & ((1u << lane) - 1))] = names[i];
-    to += __popc(left[i]);
+    for (u32 i = 0; i < EACH; i++) {
+      if (left[i] >> lane & 1) ready[to + __popc(left[i] & ((1u << lane) - 1))] = names[i];
+      to += __popc(left[i]);
+    }
+    block_sync();  // and all totals are read
   }
   if (thread != 0 || used == 0) return;
   cursor[TAKEN] = taken + used;
   cursor[TOUCHED] -= used;
+}
+
+// How many slots to have free: half as many again as the last step took.
+DEVICE u32 free_ahead(const i32* cursor, i32 most_free) {
+  const u32 taken = cursor[TAKEN] - cursor[BEGAN];
+  return smaller(taken + taken / 2, most_free);
+}
+
+// Have the first names' slots free; all blocks of the layer, when the list is as it is to be.
+DEVICE void free_slots(const VictimArguments& a, i32* cursor, u64 layer, u32 count, u32 thread) {
+  cluster_arrive();
+  cluster_wait();
+  const u32 threads = cluster_size() * THREADS, first = cluster_rank() * THREADS + thread;
+  const u32 taken = cursor[TAKEN], left = u32(cursor[LISTED]) - taken;
+  const i32 since = cursor[SINCE];
+  const i32* ready = a.ready + layer * a.slots + taken;
+  i32* priority = a.priority + layer * a.slots;
+  i32* device_to_host = a.device_to_host + layer * a.slots;
+  u32 evicted = 0;
+  for (u32 start = first; start < smaller(count, left); start += FREED_AT_ONCE * threads) {
+    i32 slots[FREED_AT_ONCE], owners[FREED_AT_ONCE];
+#pragma unroll
+    for (u32 i = 0; i < FREED_AT_ONCE; i++) {
+      const u32 at = start + i * threads;
+      slots[i] = at < smaller(count, left) ? ready[at] : NONE;
+    }
+#pragma unroll
+    for (u32 i = 0; i < FREED_AT_ONCE; i++) {
+      owners[i] = NONE;
+      if (slots[i] >= 0 && priority[slots[i]] < since) owners[i] = device_to_host[slots[i]];
+    }
+#pragma unroll
+    for (u32 i = 0; i < FREED_AT_ONCE; i++) {
+      if (owners[i] < 0) continue;
+      a.host_to_device[layer * a.host_slots + owners[i]] = NONE;
+      device_to_host[slots[i]] = priority[slots[i]] = NONE;
+      a.device_free[layer * a.slots + slots[i]] = 1;
+      evicted++;
+    }
+  }
+  evicted = __reduce_add_sync(ALL_LANES, evicted);
+  if (thread % WARP == 0) add_total(a.totals + layer * 5, EVICTED, evicted);
+  if (first == 0) cursor[BEGAN] = taken;
 }
 
 KERNEL(VICTIM_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
@@ -129,13 +184,14 @@ KERNEL(VICTIM_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
   const u32 thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
   const u32 blocks = cluster_size(), rank = cluster_rank(), slots = a.slots;
   const u64 layer = block_index() / blocks;
-  i32* cursor = a.cursor + layer * 4;
+  i32* cursor = a.cursor + layer * CURSOR;
   const i32 floor = *a.floor;
+  const u32 ahead = free_ahead(cursor, a.most_free);
   if (lasts(cursor, floor, a.most_rows)) {  // so say all blocks of the cluster
     cluster_arrive();
     cluster_wait();  // they have
-    if (rank == 0) trim(a, shared, cursor, layer, thread);
-    return;
+    if (rank == 0) trim(a, shared, cursor, layer, ahead, thread);
+    return free_slots(a, cursor, layer, ahead, thread);
   }
   const i32* priority = a.priority + layer * slots;
   const u32 chunk = ceil_div(slots, blocks);
@@ -185,8 +241,10 @@ KERNEL(VICTIM_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
       if (some.ages[i] != NO_AGE) ready[at] = start + i * THREADS + thread;
     }
   }
-  if (rank != 0 || thread != 0) return;
-  cursor[TAKEN] = cursor[TOUCHED] = 0;
-  cursor[LISTED] = everyone;
-  cursor[SINCE] = floor;
+  if (rank == 0 && thread == 0) {
+    cursor[TAKEN] = cursor[TOUCHED] = 0;
+    cursor[LISTED] = everyone;
+    cursor[SINCE] = floor;
+  }
+  free_slots(a, cursor, layer, ahead, thread);
 }

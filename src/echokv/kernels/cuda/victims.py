@@ -3,12 +3,9 @@
 import ctypes
 
 import torch
-from torch import Tensor
 
-from echokv.kernels.cache_args import check_scalars
-from echokv.kernels.checks import check_tensor
 from echokv.kernels.cuda.launch import Arguments, CudaModule, pointer
-from echokv.kernels.fused_layer import CURSOR
+from echokv.kernels.fused_layer import FusedLayers
 
 MODULE = CudaModule("victims", threads=512)
 KERNELS = ("choose_victims",)
@@ -28,14 +25,18 @@ class VictimArguments(Arguments):
     """See victims.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("floor", "priority", "ready", "cursor")),
-        *((name, ctypes.c_int32) for name in ("slots", "most_rows")),
-    )
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "floor", "priority", "device_to_host", "device_free", "host_to_device", "ready",
+                "cursor", "totals",
+            )
+        ),
+        *((name, ctypes.c_int32) for name in ("slots", "host_slots", "most_rows", "most_free")),
+    )  # fmt: skip
 
 
-def choose_victims(
-    floor: Tensor, priority: Tensor, ready: Tensor, cursor: Tensor, most_rows: int
-) -> None:
+def choose_victims(layers: FusedLayers, most_rows: int, most_free: int) -> None:
     """Make sure that each layer's list names enough slots that may leave, in the right order.
 
     A list that has as many names left as a step may take stays as it is. Any other is made anew:
@@ -45,29 +46,39 @@ def choose_victims(
     Nothing may be protected in this step yet that was listed before, as it is when the floor has
     just risen.
 
+    Then the rows that are next to leave do so, half as many again as the last step took slots: to
+    take a free slot nobody need wait until all have looked at what is selected, and no row that is
+    selected can be in it.
+
     Args:
-        floor: [1] int32, lowest priority that is protected in this step.
-        priority: [L, N_G] int32, -1 when free.
-        ready: [L, N_G] int32, in place: a layer's list, as long as its cursor says.
-        cursor: [L, CURSOR] int32, in place: see `FusedLayer`; zeros for a layer that has no list,
-            STALE in column TOUCHED for one whose list is not to be used any longer.
+        layers: changed in place; cursors are zeros for a layer that has no list, STALE in column
+            TOUCHED for one whose list is not to be used any longer.
         most_rows: names that must be left: most rows that this step may select or take in.
+        most_free: slots that are made free ahead of need, at most.
     """
-    device, (layers, slots) = priority.device, priority.shape
-    check_tensor("priority", priority, (None, None), torch.int32)
-    check_tensor("ready", ready, (layers, slots), torch.int32, device=device)
-    check_tensor("cursor", cursor, (layers, CURSOR), torch.int32, device=device)
-    check_scalars(device, floor=floor)
+    layers.check()
     if most_rows <= 0:
         raise ValueError(f"most_rows must be positive, got {most_rows}")
+    device, (count, _) = layers.priority.device, layers.priority.shape
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    cluster = cluster_size(layers, sms)
-    arguments = VictimArguments(
-        pointer(floor), pointer(priority), pointer(ready), pointer(cursor), slots, most_rows,
-    )  # fmt: skip
+    cluster = cluster_size(count, sms)
     MODULE.launch(
-        "choose_victims", arguments, device, blocks=layers * cluster, shared_bytes=SHARED_BYTES,
-        cluster=cluster,
+        "choose_victims", victim_arguments(layers, most_rows, most_free), device,
+        blocks=count * cluster, shared_bytes=SHARED_BYTES, cluster=cluster,
+    )  # fmt: skip
+
+
+def victim_arguments(layers: FusedLayers, most_rows: int, most_free: int) -> VictimArguments:
+    """What the kernel takes."""
+    return VictimArguments(
+        *(
+            pointer(tensor)
+            for tensor in (
+                layers.floor, layers.priority, layers.device_to_host, layers.device_free,
+                layers.host_to_device, layers.ready, layers.cursor, layers.totals,
+            )
+        ),
+        layers.priority.shape[1], layers.host_to_device.shape[1], most_rows, most_free,
     )  # fmt: skip
 
 
