@@ -9,24 +9,16 @@ docs/prefetch.md names the commands that write the results.
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import doc_tables
 from doc_tables import result as load
 from performance_peers import segment_ratios
+from prefetch_plots import CUDA, GATHERED, MIB, ROOT, VARIANTS, gathers, plot, shape_of
 
 from echokv.bench.markdown import table
-from echokv.bench.plots import figure, save_figure
 
-ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "prefetch.md"
-PLOTS = ROOT / "docs" / "plots" / "prefetch"
-
-CUDA = "prefetch-cuda-h200"
-VARIANTS = ("perfect", "on", "worst")
-GATHERED = (512, 2665, 16_384)
-MIB = 2**20
 
 
 def source(name: str) -> str:
@@ -37,12 +29,6 @@ def source(name: str) -> str:
     made_on = machine["gpus"][0] if machine["gpus"] else machine["cpu"]
     commit, space, more = about["commit"].partition(" ")
     return f"`{name}.json`: {made_on}, {day}, commit `{commit[:12]}`{space}{more}."
-
-
-def shape_of(one: dict[str, Any]) -> str:
-    """Requests x context."""
-    batch, context = one.get("batch", one.get("rows")), one.get("context", one.get("length"))
-    return f"{batch} x {context:,}"
 
 
 def case_of(one: dict[str, Any]) -> str:
@@ -220,17 +206,6 @@ def scores_table() -> str:
     return f"{table(('requests x context', *columns), rows)}\n\n{source('index_scores')}"
 
 
-def gathers() -> dict[int, dict[int, dict[str, Any]]]:
-    """Plain gathers of 656 B rows from a host pool: span, rows, what was measured."""
-    found: dict[int, dict[int, dict[str, Any]]] = {}
-    for one in load("host_reads")["gathers"]:
-        plain = not {"group", "flush", "in_flight"} & one.keys()
-        usual = (one["kind"], one["row_bytes"], one["blocks"]) == ("host_pool", 656, 132)
-        if plain and usual and one["span"] % (64 * MIB) == 0 and one["rows"] in GATHERED:
-            found.setdefault(one["span"], {})[one["rows"]] = one
-    return found
-
-
 def gather_table() -> str:
     """Microseconds and GB/s by how much host memory rows come from."""
     rows = [
@@ -273,6 +248,20 @@ def prefill_segment_table() -> str:
         rows.append([words, f"{one['rows_recalled']:,.0f}", f"{times['off']:.0f}", *cells])
     header = ("queries, selections, hit rate", "rows missing", "off", *names)
     return f"{table(header, rows)}\n\n{source('prefill_segment')}"
+
+
+def bins_table() -> str:
+    """How many scores of prefill rows share the bin of the k-th."""
+    result = load("prefill-bins")
+    rows = []
+    for chunk in result["chunks"]:
+        spreads = []
+        for how in ("plain", "shifted"):
+            low, _, middle, _, high = chunk[how]
+            spreads.append(f"{middle:,.0f} ({low:,.0f} to {high:,.0f})")
+        rows.append([f"{chunk['first']:,}", *spreads])
+    header = ("chunk from token", "no shift, median (5th to 95th percentile)", "shifted")
+    return f"{table(header, rows)}\n\n{source('prefill-bins')}"
 
 
 def goals_table() -> str:
@@ -325,68 +314,6 @@ def goals_table() -> str:
     return table(("goal", "measured"), rows, words=2)
 
 
-def plot_segments() -> None:
-    """Speed-up by hit rate, a panel a context, a file a batch."""
-    found = [one for one in load(CUDA)["segments"] if one["row_bytes"] == 656]
-    for batch in sorted({one["batch"] for one in found}):
-        contexts = sorted({one["context"] for one in found if one["batch"] == batch})
-        drawing, panels = figure(columns=len(contexts))
-        for axes, context in zip(panels, contexts, strict=True):
-            chosen = [one for one in found if (one["batch"], one["context"]) == (batch, context)]
-            for variant in VARIANTS:
-                axes.plot(
-                    [f"{one['hit']:g}" for one in chosen],
-                    [one["speedup"][variant] for one in chosen],
-                    marker="o", markersize=4, label=variant,
-                )  # fmt: skip
-            axes.axhline(1.0, color="black", linewidth=0.8)
-            axes.set(xlabel="hit rate", ylabel="speed-up", ylim=(0.7, 1.9))
-            axes.set_title(f"indexer, top-k and recall, {batch} x {context:,}")
-        panels[0].legend(fontsize=7)
-        save_figure(drawing, PLOTS / f"segment-{batch}.png")
-
-
-def plot_moved() -> None:
-    """Rows a layer that move, by when and whether in vain."""
-    shapes = [
-        one for one in load(CUDA)["segments"]
-        if one["batch"] == 13 and one["row_bytes"] == 656 and one["hit"] in (0.9, 0.97)
-    ]  # fmt: skip
-    contexts = sorted({one["context"] for one in shapes})
-    drawing, panels = figure(columns=len(contexts))
-    for axes, context in zip(panels, contexts, strict=True):
-        bars = [(one, v) for one in shapes if one["context"] == context for v in ("off", *VARIANTS)]
-        counts = [one["rows_a_layer"][v] for one, v in bars]
-        parts = {
-            "early, selected": [each["useful"] for each in counts],
-            "recalled after the top-k": [each["recalled"] for each in counts],
-            "early, in vain": [each["prefetched"] - each["useful"] for each in counts],
-        }
-        bottom = [0.0] * len(bars)
-        names = [f"{v}\n{one['hit']}" for one, v in bars]
-        for label, heights in parts.items():
-            axes.bar(names, heights, bottom=bottom, label=label)
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-        axes.set(ylabel="rows a layer", xlabel="variant, hit rate")
-        axes.tick_params(axis="x", labelsize=6)
-        axes.set_title(f"rows that move, 13 x {context:,}")
-    panels[0].legend(fontsize=7)
-    save_figure(drawing, PLOTS / "moved.png")
-
-
-def plot_gathers() -> None:
-    """How fast random rows come from host memory."""
-    drawing, (axes,) = figure(columns=1)
-    found = gathers()
-    for rows in GATHERED:
-        rates = [by[rows]["GB_per_s"] for by in found.values()]
-        axes.plot([span / 2**30 for span in found], rates, marker="o", label=f"{rows:,} rows")
-    axes.set(xlabel="GiB of host memory that rows come from", ylabel="GB/s", ylim=(0, 50))
-    axes.set_title("random rows of 656 B over PCIe")
-    axes.legend()
-    save_figure(drawing, PLOTS / "host-reads.png")
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "prefetch-study": study_table,
     "prefetch-sketch": sketch_table,
@@ -400,14 +327,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "host_reads": gather_table,
     "recall-beside-h200": beside_table,
     "prefill_segment": prefill_segment_table,
+    "prefill-bins": bins_table,
     "goals": goals_table,
 }
-
-
-def plot() -> None:
-    """Draw everything."""
-    for draw in (plot_segments, plot_moved, plot_gathers):
-        draw()
 
 
 if __name__ == "__main__":
