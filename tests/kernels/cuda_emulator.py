@@ -226,14 +226,17 @@ class Emulator:
         new = new_rows or NewRows.none(layer)
         count, row_bytes = new.rows.shape
         assert count <= min(MOST_NEW_ROWS, threads)
+        whole_words = moves_16_bytes(layer.host_rows, layer.device_rows)
         arguments = recall.ResidentArguments(
             layer_of(layer), rows_to_append(new, layer, each=max(1, count), staged=count % 2 == 1),
             pointer(host_slots), pointer(scores), pointer(device_slots), k,
             plan.tiles, plan.tiles_per_row, plan.lanes, plan.movers,
-            moves_16_bytes(layer.host_rows, layer.device_rows), recall.stretch_of(layer),
+            whole_words, recall.stretch_of(layer),
+            recall.landings_at(threads) if whole_words else 0,
         )  # fmt: skip
         shared = max(
-            recall.resident_shared_bytes(threads), append_shared_bytes(threads, count, row_bytes)
+            recall.resident_shared_bytes(threads, row_bytes),
+            append_shared_bytes(threads, count, row_bytes),
         )
         self._library.run_make_resident(
             plan.blocks + (count > 0), threads, shared, self._next(),

@@ -8,12 +8,14 @@
 // first tile lies packed where its answer will be.
 #pragma once
 #include "append.cuh"
+#include "landing.cuh"
 
 constexpr u32 WIDE_THREADS = 2 * RECALL_THREADS;  // of a block that has its SM for itself
 constexpr u32 SCORES_HELD = 4;    // of a row's scores, how many a thread asks for at once
 constexpr u32 LATE = 1u << 27;    // a place in the ready list that means "another's claim",
 constexpr u32 NEW = LATE + 1;     // and one that means "a new row's"
 constexpr u32 STRETCHES = WARP;   // of the host pool: a block moves its rows stretch by stretch
+constexpr u32 FEW_ROWS = 2;       // of a block: they are sent for before the grid has looked
 
 template <u32 THREADS>
 struct RecallShared {
@@ -42,6 +44,7 @@ struct ResidentArguments {
   i32 movers;         // warps of a block that move rows, if they are few
   i32 words_of_16;    // whether both pools' rows are made of them
   u32 stretch;        // host slots of one
+  u32 landings;       // byte of shared memory at which FEW_ROWS land; 0: none do
 };
 
 // Priorities of a row's entries: the step, then the place of a score within the row's range.

@@ -4,7 +4,8 @@
 // and takes new rows in; contract in recall.py. A block owns the rows that its own entries miss: it
 // claims them in the mapping and tells the grid that it has looked; then its warps, which share
 // these rows evenly, send for the first of them, and it takes the next names off the ready list,
-// while it waits for the rest of the grid, since a row that somebody else selects must not leave.
+// while it waits for the rest of the grid, since a row that somebody else selects must not leave. One
+// row or two land in shared memory, which they are sent for before the block waits.
 // Blocks that have claimed nothing don't wait for the grid, only for rows that others have claimed.
 // Blocks move their rows in the order of addresses, roughly: reads that all blocks do at the same
 // time then share translations of addresses. What has to be in order is in order by the barrier
@@ -83,12 +84,18 @@ DEVICE void bring_claims(const ResidentArguments& a, RecallShared<THREADS>* shar
   u32 claims = place_claim(a, shared, mine, &at, lane);
   if (thread == WARP && claims != 0) shared->place = take_names(a.layer, claims);
   block_sync();
+  // By bulk copies, past which all other loads go; where there are many, names would wait for PCIe.
+  const bool few = ONE_TILE && a.landings != 0 && claims <= FEW_ROWS;
+  if (few && warp < claims) {
+    Landing landing = make_landing(shared_memory() + a.landings, a.layer.row_bytes, warp, lane);
+    send_for_row(&landing, host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes, lane);
+  }
   if (mine.mine) mine.victim = name_victim(a.layer, list, shared->place + at);
   if (thread == 0) grid_wait(a.layer.barrier, arrived);
   // From now on other loads wait behind those of rows.
   RowWords held = {};  // of the first row that this warp moves, on its way meanwhile
   const bool ahead =
-      fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
+      !few && fits_registers(a) && warp < smaller(claims, moving_warps<THREADS>(a, claims));
   if (ahead)
     held = load_row(host_row(a.layer, shared->host_slots[warp]), a.layer.row_bytes / 16, lane);
   block_sync();
@@ -117,7 +124,12 @@ DEVICE void bring_claims(const ResidentArguments& a, RecallShared<THREADS>* shar
       atomicAdd(&shared->evicted, evicted);
     }
     block_sync();
-    move_claims(a, shared, claims, held, first && ahead, warp, lane);
+    if (!first || !few)
+      move_claims(a, shared, claims, held, first && ahead, warp, lane);
+    else if (warp < claims)
+      land_row(a.layer, landing_of(shared_memory() + a.landings, a.layer, warp,
+                                   shared->host_slots[warp]),
+               shared->device_slots[warp], lane);
   }
   if (thread == 0) {
     add_total(a.layer.totals, RECALLED, shared->recalled);

@@ -45,6 +45,8 @@ what runs beside is slower, and a recall of a few hundred rows no faster."""
 _GATHER_BLOCKS = 264
 _FEW_ENTRIES = 4096  # of a selection
 _STRETCHES = 32
+_FEW_ROWS = 2
+_LINE = 128
 
 
 class ResidentArguments(Arguments):
@@ -56,7 +58,16 @@ class ResidentArguments(Arguments):
         *((name, ctypes.c_void_p) for name in ("host_slots", "scores", "device_slots")),
         *(
             (name, ctypes.c_int32)
-            for name in ("k", "tiles", "tiles_per_row", "lanes", "movers", "words_of_16", "stretch")
+            for name in (
+                "k",
+                "tiles",
+                "tiles_per_row",
+                "lanes",
+                "movers",
+                "words_of_16",
+                "stretch",
+                "landings",
+            )
         ),
     )
 
@@ -123,14 +134,18 @@ def make_resident(
     appending = append_shared_bytes(plan.threads, count, layer.device_rows.shape[1])
     room = MAX_SHARED_BYTES if plan.wide else MAX_SHARED_BYTES // BLOCKS_PER_SM
     staged = count > 0 and appending <= room
+    whole_words, row_bytes = (
+        moves_16_bytes(layer.host_rows, layer.device_rows),
+        layer.device_rows.shape[1],
+    )
     arguments = ResidentArguments(
         layer_of(layer), rows_to_append(new, layer, each=max(1, count), staged=staged),
         pointer(host_slots), pointer(scores), pointer(device_slots), k,
         plan.tiles, plan.tiles_per_row, plan.lanes, plan.movers,
-        moves_16_bytes(layer.host_rows, layer.device_rows), stretch_of(layer),
+        whole_words, stretch_of(layer), landings_at(plan.threads) if whole_words else 0,
     )  # fmt: skip
     kernel = "make_resident" if plan.tiles == plan.blocks else "make_many_resident"
-    shared_bytes = max(resident_shared_bytes(plan.threads), appending if staged else 0)
+    shared_bytes = max(resident_shared_bytes(plan.threads, row_bytes), appending if staged else 0)
     MODULE.launch(
         f"{kernel}_beside" if plan.wide else kernel, arguments, device,
         blocks=plan.blocks + (count > 0), early=EARLY,
@@ -158,9 +173,16 @@ def recall(
     MODULE.launch("gather_rows", arguments, device, blocks=blocks)
 
 
-def resident_shared_bytes(threads: int) -> int:
-    """sizeof(RecallShared) for blocks of so many threads."""
-    return 4 * (2 * threads // 32 + 8 + _STRETCHES + 2 * threads)
+def landings_at(threads: int) -> int:
+    """Where rows land in the shared memory of blocks of so many threads: behind RecallShared."""
+    size = 4 * (2 * threads // 32 + 8 + _STRETCHES + 2 * threads)
+    return -(-size // _LINE) * _LINE
+
+
+def resident_shared_bytes(threads: int, row_bytes: int) -> int:
+    """Shared memory of a block; see entries.cuh and landing.cuh."""
+    landing = _LINE + -(-(row_bytes + _LINE - 16) // _LINE) * _LINE
+    return landings_at(threads) + _FEW_ROWS * landing
 
 
 def stretch_of(layer: FusedLayer) -> int:
