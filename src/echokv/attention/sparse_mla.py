@@ -27,7 +27,7 @@ recalls them where attention asks."""
 
 MAX_STAGED_BYTES = 128 * 2**20
 """Most bytes of copied rows alive at once. They come when the scores of the layer are gone, and so
-need no more HBM than is kept for those (`memory.plan.MAX_SCORE_BYTES`)."""
+need no more HBM than is kept for those (`memory.sizes.MAX_SCORE_BYTES`)."""
 
 
 class SparseAttention:

@@ -10,13 +10,8 @@ from echokv.bench.decode_engine import PoolSizes
 from echokv.config import ModelConfig
 from echokv.errors import ConfigError
 from echokv.memory.formats import IndexKeyFormat, RowFormat
+from echokv.memory.sizes import metadata_bytes
 from echokv.memory.slots import BLOCK_TOKENS, blocks_for
-
-_STATE_BYTES = (4, 13)
-"""Mappings and priorities a layer: bytes a host slot, bytes a device slot (`cache.state`)."""
-
-_RESIDENT_BYTES = 5
-"""Bytes that a slot has besides its row and key without offload, all layers (`cache.resident`)."""
 
 _ROWS_PER_REQUEST = 4
 """Device rows a running request when they are chosen here, in selections (`index_topk` rows)."""
@@ -35,14 +30,15 @@ class TokenBytes:
 
     @classmethod
     def of(cls, model: ModelConfig, rows: RowFormat, keys: IndexKeyFormat) -> "TokenBytes":
-        """What the byte plan counts (`memory.plan`)."""
+        """What the byte plan counts."""
         layers = model.num_hidden_layers
         key = keys.key_bytes * len(model.index_layers)
         row = rows.row_bytes * layers
+        host_state, device_state = metadata_bytes(layers, offload=True)
         return cls(
-            host_slot=key + _STATE_BYTES[0] * layers,
-            device_slot=row + _STATE_BYTES[1] * layers,
-            resident=row + key + _RESIDENT_BYTES,
+            host_slot=key + host_state,
+            device_slot=row + device_state,
+            resident=row + key + sum(metadata_bytes(layers, offload=False)),
         )
 
 

@@ -16,7 +16,7 @@ from echokv.indexer.prefetch import Prefetcher
 from echokv.kernels.protocol import Kernels
 from echokv.kernels.reference.index_scores import score_width
 from echokv.memory.formats import IndexKeyFormat
-from echokv.memory.plan import MAX_SCORE_BYTES
+from echokv.memory.sizes import MAX_SCORE_BYTES
 from echokv.memory.slots import HostSlots
 
 

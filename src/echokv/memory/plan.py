@@ -3,12 +3,11 @@
 A pure function of sizes: it reads no machine and allocates nothing.
 """
 
-from dataclasses import dataclass
-
 from echokv.config import EngineConfig, ModelConfig
 from echokv.errors import CapacityError, ConfigError
 from echokv.memory.byte_plan import BytePlan, PlanLine, gib
 from echokv.memory.formats import IndexKeyFormat, RowFormat
+from echokv.memory.sizes import Sizes
 from echokv.memory.slots import BLOCK_TOKENS, blocks_for
 
 CPU_HOST_POOL_BYTES = 2 * 2**30
@@ -17,45 +16,9 @@ CPU_HOST_POOL_BYTES = 2 * 2**30
 DEFAULT_HOST_REQUESTS = 64
 """A host pool that is chosen unasked holds at most this many requests of max_model_len."""
 
-FIXED_WORKSPACE_BYTES = 2**30
-"""HBM kept for libraries, CUDA graphs, the drawing of tokens and fragmentation."""
-
-MAX_SCORE_BYTES = 256 * 2**20
-"""Most bytes of index scores alive at once: what `indexer.Indexer` allows itself."""
-
-SCORE_WORKSPACE_BYTES = 2 * MAX_SCORE_BYTES
-"""HBM kept for them, with as much again as a margin."""
-
 _GIB = 2**30
 
 __all__ = ["BytePlan", "PlanLine", "make_plan"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Bytes a token and bytes fixed, from the model and the formats."""
-
-    row_bytes: int  # a token in all layers
-    key_bytes: int  # a token in all index layers
-    host_metadata_bytes: int  # a host slot in all layers
-    device_metadata_bytes: int  # a device slot in all layers
-    weight_bytes: int
-    workspace_bytes: int
-    topk: int
-
-    @property
-    def fixed_bytes(self) -> int:
-        return self.weight_bytes + self.workspace_bytes
-
-    @property
-    def host_slot_bytes(self) -> int:
-        """Device bytes that every host slot takes."""
-        return self.key_bytes + self.host_metadata_bytes
-
-    @property
-    def device_slot_bytes(self) -> int:
-        """Device bytes that every device slot takes, all layers together."""
-        return self.row_bytes + self.device_metadata_bytes
 
 
 def make_plan(
@@ -89,7 +52,14 @@ def make_plan(
         ConfigError: flags that contradict each other.
     """
     max_model_len = config.max_model_len or model.max_position_embeddings
-    sizes = _sizes(model, config, row_format, index_key_format, weight_bytes, device_bytes)
+    sizes = Sizes.of(
+        model,
+        config,
+        row_format,
+        index_key_format,
+        weight_bytes=weight_bytes,
+        on_device=device_bytes is not None,
+    )
     if device_bytes is not None and sizes.fixed_bytes >= device_bytes:
         raise CapacityError(
             f"weights {gib(weight_bytes)} and workspace {gib(sizes.workspace_bytes)} exceed the"
@@ -115,46 +85,9 @@ def make_plan(
     )
 
 
-def _sizes(
-    model: ModelConfig,
-    config: EngineConfig,
-    row_format: RowFormat,
-    index_key_format: IndexKeyFormat,
-    weight_bytes: int,
-    device_bytes: int | None,
-) -> _Sizes:
-    layers = model.num_hidden_layers
-    # Without offload one int32 and one flag a slot suffice for all layers: see cache.resident.
-    host_metadata, device_metadata = (4 * layers, 13 * layers) if config.offload else (0, 5)
-    return _Sizes(
-        row_bytes=layers * row_format.row_bytes,
-        key_bytes=len(model.index_layers) * index_key_format.key_bytes,
-        host_metadata_bytes=host_metadata,
-        device_metadata_bytes=device_metadata,
-        weight_bytes=weight_bytes,
-        workspace_bytes=0 if device_bytes is None else _workspace_bytes(model, config),
-        topk=model.index_topk,
-    )
-
-
-def _workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """HBM kept for activations: generous, as what isn't kept is given to the device pool."""
-    latent = model.kv_lora_rank + model.qk_rope_head_dim
-    head = 2 * latent + model.qk_nope_head_dim + model.v_head_dim
-    selection = 6 * model.index_topk  # positions, both slots, scores, priorities, missing rows
-    token = 4 * (model.num_attention_heads * head + 8 * model.hidden_size + selection)
-    logits = 4 * config.max_num_seqs * model.vocab_size
-    return (
-        FIXED_WORKSPACE_BYTES
-        + SCORE_WORKSPACE_BYTES
-        + config.max_num_batched_tokens * token
-        + 2 * logits
-    )
-
-
 def _host_slots(
     config: EngineConfig,
-    sizes: _Sizes,
+    sizes: Sizes,
     max_model_len: int,
     device_bytes: int | None,
     host_bytes: int,
@@ -183,7 +116,7 @@ def _host_slots(
 
 def _default_host_slots(
     config: EngineConfig,
-    sizes: _Sizes,
+    sizes: Sizes,
     max_model_len: int,
     device_bytes: int | None,
     host_bytes: int,
@@ -204,7 +137,7 @@ def _default_host_slots(
 
 
 def _device_slots(
-    config: EngineConfig, sizes: _Sizes, host_slots: int, device_bytes: int | None
+    config: EngineConfig, sizes: Sizes, host_slots: int, device_bytes: int | None
 ) -> int:
     """N_G with offload."""
     needed = 2 * sizes.topk  # one running request, and room to turn over its rows
@@ -233,7 +166,7 @@ def _device_slots(
 
 def _resident_slots(
     config: EngineConfig,
-    sizes: _Sizes,
+    sizes: Sizes,
     max_model_len: int,
     device_bytes: int | None,
     host_bytes: int,
@@ -264,7 +197,7 @@ def _resident_slots(
 
 
 def _require_one_request(
-    config: EngineConfig, sizes: _Sizes, host_slots: int, max_model_len: int
+    config: EngineConfig, sizes: Sizes, host_slots: int, max_model_len: int
 ) -> None:
     needed = blocks_for(max_model_len) * BLOCK_TOKENS
     if host_slots >= needed:
@@ -284,7 +217,7 @@ def _require_one_request(
 
 def _lines(
     config: EngineConfig,
-    sizes: _Sizes,
+    sizes: Sizes,
     host_slots: int,
     device_slots: int,
     device_bytes: int | None,

@@ -14,8 +14,7 @@ from echokv.kernels.triton.fp8_experts import combine, group_by_expert
 from echokv.kernels.triton.fp8_pairs import Places, gate_pairs, place_masked, quantise_pairs
 
 _MOST_MASKED = 64  # tokens
-_MASKED_ROWS = 128  # of an expert: a tile writes all its rows, in use or not (DeepGEMM issue 268)
-_BLOCK = 128  # rows of one expert together in the contiguous layout
+_BLOCK = 128  # rows of a tile, which are one expert's: all are written (DeepGEMM issue 268)
 
 
 def fp8_experts(
@@ -46,10 +45,10 @@ def fp8_experts(
 
 
 class _Masked:
-    """Room for every token in each expert's rows; the product skips tiles that aren't in use."""
+    """A block of rows an expert, which every token fits; the product looks at those in use."""
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
-        self.places = place_masked(experts, num_experts, _MASKED_ROWS)
+        self.places = place_masked(experts, num_experts, _BLOCK)
         self._expected = max(1, experts.numel() // num_experts)
 
     def product(self, x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -> Tensor:

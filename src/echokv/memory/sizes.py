@@ -1,0 +1,97 @@
+"""What a model's tokens, its weights and its activations take: the figures of the byte plan."""
+
+from dataclasses import dataclass
+
+from echokv.config import EngineConfig, ModelConfig
+from echokv.memory.formats import IndexKeyFormat, RowFormat
+
+FIXED_WORKSPACE_BYTES = 2**30
+"""HBM kept for libraries, CUDA graphs, the drawing of tokens and fragmentation."""
+
+MAX_SCORE_BYTES = 256 * 2**20
+"""Most bytes of index scores alive at once: what `indexer.Indexer` allows itself."""
+
+SCORE_WORKSPACE_BYTES = 2 * MAX_SCORE_BYTES
+"""HBM kept for them, with as much again as a margin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes a token, and bytes whatever their number."""
+
+    row_bytes: int  # a token in all layers
+    key_bytes: int  # a token in all index layers
+    host_metadata_bytes: int  # a host slot in all layers
+    device_metadata_bytes: int  # a device slot in all layers
+    weight_bytes: int
+    workspace_bytes: int
+    topk: int
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        config: EngineConfig,
+        row_format: RowFormat,
+        index_key_format: IndexKeyFormat,
+        *,
+        weight_bytes: int,
+        on_device: bool,
+    ) -> "Sizes":
+        """From the model and the formats.
+
+        Args:
+            model: layers, top-k and sizes.
+            config: whether there is offload, and most tokens and requests of a step.
+            row_format: bytes of a row.
+            index_key_format: bytes of an index key.
+            weight_bytes: bytes of the loaded weights.
+            on_device: False on a CPU, where no workspace is kept.
+        """
+        layers = model.num_hidden_layers
+        host_metadata, device_metadata = metadata_bytes(layers, offload=config.offload)
+        return cls(
+            row_bytes=layers * row_format.row_bytes,
+            key_bytes=len(model.index_layers) * index_key_format.key_bytes,
+            host_metadata_bytes=host_metadata,
+            device_metadata_bytes=device_metadata,
+            weight_bytes=weight_bytes,
+            workspace_bytes=_workspace_bytes(model, config) if on_device else 0,
+            topk=model.index_topk,
+        )
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Whatever the number of tokens."""
+        return self.weight_bytes + self.workspace_bytes
+
+    @property
+    def host_slot_bytes(self) -> int:
+        """Device bytes that every host slot takes."""
+        return self.key_bytes + self.host_metadata_bytes
+
+    @property
+    def device_slot_bytes(self) -> int:
+        """Device bytes that every device slot takes, all layers together."""
+        return self.row_bytes + self.device_metadata_bytes
+
+
+def metadata_bytes(layers: int, *, offload: bool) -> tuple[int, int]:
+    """Bytes of mappings and priorities of a host slot and of a device slot, in all layers."""
+    # Without offload one int32 and one flag a slot suffice for all layers: see cache.resident.
+    return (4 * layers, 13 * layers) if offload else (0, 5)
+
+
+def _workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """HBM kept for activations: generous, as what isn't kept is given to the device pool."""
+    latent = model.kv_lora_rank + model.qk_rope_head_dim
+    head = 2 * latent + model.qk_nope_head_dim + model.v_head_dim
+    selection = 6 * model.index_topk  # positions, both slots, scores, priorities, missing rows
+    token = 4 * (model.num_attention_heads * head + 8 * model.hidden_size + selection)
+    logits = 4 * config.max_num_seqs * model.vocab_size
+    return (
+        FIXED_WORKSPACE_BYTES
+        + SCORE_WORKSPACE_BYTES
+        + config.max_num_batched_tokens * token
+        + 2 * logits
+    )
