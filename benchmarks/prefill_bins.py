@@ -26,6 +26,7 @@ from echokv.engine.engine import Engine
 from echokv.engine.offline import drive
 from echokv.engine.sampling_params import SamplingParams
 from echokv.indexer.indexer import Indexer, Selection
+from echokv.kernels.prefetch_args import EMA_ALPHA
 from echokv.kernels.reference.score_bounds import BINS, order_keys
 
 CHUNK = 1024
@@ -39,7 +40,7 @@ class BinSelector(AroundIndexer):
     def __init__(self, exact: Indexer) -> None:
         super().__init__(exact)
         self.sizes: dict[tuple[int, str], list[Tensor]] = {}  # by a chunk's first token, and how
-        self._wide = exact
+        self._indexer = exact
         self._shifts: dict[int, float] = {}  # of each layer
 
     def select(
@@ -50,7 +51,7 @@ class BinSelector(AroundIndexer):
         first, rows = int(batch.positions[0]), batch.num_real_tokens
         chunk, last = first // CHUNK * CHUNK, first + rows - 1
         if chunk > 0 and first // rows % EVERY == 0:
-            every = self._wide.with_topk(batch.max_context_len)
+            every = self._indexer.with_topk(batch.max_context_len)
             scores = every.select(index_layer, query, weights, batch).scores[:rows]
             for how, shift in (("plain", 0.0), ("shifted", self._shifts[index_layer])):
                 sizes = bin_sizes(scores, shift, self.topk)
@@ -58,7 +59,7 @@ class BinSelector(AroundIndexer):
         if last % CHUNK == CHUNK - 1:
             kth = float(selection.kth_scores[rows - 1])
             past = self._shifts.get(index_layer, kth)
-            self._shifts[index_layer] = 0.5 * past + 0.5 * kth
+            self._shifts[index_layer] = EMA_ALPHA * past + (1 - EMA_ALPHA) * kth
         return selection
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 import cache as common  # benchmarks/device/cache.py
 from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
+from echokv.cache.ready import FREE_SHARE
 from echokv.kernels.fused_layer import CURSOR, TOTALS, FusedLayers
 from echokv.kernels.registry import load_kernels
 from echokv.memory.pools import DevicePool, HostPool
@@ -289,7 +290,9 @@ def victim_times(bench: Bench) -> list[dict[str, Any]]:
             device_to_host=everyone, host_to_device=everyone.clone(),
             totals=torch.zeros((layers, TOTALS), dtype=torch.int64, device=DEVICE),
         )  # fmt: skip
-        run = partial(bench.cuda.fused.choose_victims, cache, 13 * (TOPK + 1), DEVICE_SLOTS // 32)
+        run = partial(
+            bench.cuda.fused.choose_victims, cache, 13 * (TOPK + 1), DEVICE_SLOTS // FREE_SHARE
+        )
         for what, prepare in (("anew", lambda _, c=cursor: c.zero_()), ("kept", lambda _: None)):
             taken = bench.time({"cuda": run}, prepare)["cuda"]
             results.append({"layers": layers, "slots": DEVICE_SLOTS, "lists": what} | taken)

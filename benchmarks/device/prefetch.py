@@ -41,7 +41,7 @@ from echokv.cache.manager import CacheManager
 from echokv.indexer.indexer import Indexer, Selection
 from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
-from echokv.kernels.fused_layer import BEGAN
+from echokv.kernels.fused_layer import BEGAN, TAKEN
 from echokv.kernels.prefetch_args import NO_LIMIT
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
@@ -156,13 +156,13 @@ class World:
         ready = self.manager._ready
         if ready is not None:
             ready.forget()
-            ready._cursors[:, BEGAN] = ready._cursors[:, 0] - (0 if taken is None else taken)
+            ready._cursors[:, BEGAN] = ready._cursors[:, TAKEN] - (0 if taken is None else taken)
         self.manager.begin_step()
 
     def taken(self) -> Tensor | None:
         """[L] int32, slots that this step has taken."""
         ready = self.manager._ready
-        return None if ready is None else ready._cursors[:, 0] - ready._cursors[:, BEGAN]
+        return None if ready is None else ready._cursors[:, TAKEN] - ready._cursors[:, BEGAN]
 
 
 class Case:

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 
-from echokv.cli.flags import (
-    ENGINE_FLAGS,
-    SAMPLING_FLAGS,
-    Flag,
-    add_engine_flags,
-    add_sampling_flags,
-    engine_config,
-    model_dir,
-    sampling_params,
-)
+from echokv.cli.flags import ENGINE_FLAGS, Flag, add_engine_flags, engine_config, model_dir
 from echokv.cli.main import build_parser
+from echokv.cli.sampling_flags import SAMPLING_FLAGS, add_sampling_flags, sampling_params
 from echokv.config import EngineConfig
 from echokv.engine.sampling_params import SamplingParams
 from echokv.errors import ConfigError, RequestError

@@ -183,7 +183,7 @@ inline void launch(u32 blocks, u32 threads, u32 cluster, size_t shared, u32 seed
       if (fiber.done) continue;
       mine.now = &fiber;
       if (!fiber.late.empty() && mine.random() % delay == 0)
-        land(fiber, fiber.late[mine.random() % fiber.late.size()].to);
+        land(fiber, fiber.late.back().to);  // the last first
       swapcontext(&mine.scheduler, &fiber.context);
       alive = true;
     }

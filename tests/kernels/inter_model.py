@@ -12,6 +12,7 @@ from tests.kernels.resident_model import LayerUnderTest
 from torch import Tensor
 
 from echokv.kernels.cuda.prefill_prefetch import InterPrefetch
+from echokv.kernels.fused_layer import TAKEN
 from echokv.kernels.reference.score_bounds import score_bounds
 
 
@@ -83,7 +84,7 @@ class InterCase(PrefetchCase):
         self, before: LayerModel, ready: list[int], floor: int, fetched: set[int]
     ) -> None:
         layer, held = self.layer, self._check_rows(before)
-        taken = ready[: int(layer.cursor[0])]
+        taken = ready[: int(layer.cursor[TAKEN])]
         free_to_go = [slot for slot in taken if before.held.get(slot, (0, -1))[1] < floor]
         assert {owner for owner, _ in held.values()} >= fetched
         assert {slot for slot, (owner, _) in held.items() if owner in fetched} == set(free_to_go)

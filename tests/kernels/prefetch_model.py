@@ -13,7 +13,7 @@ from tests.kernels.cache_model import LayerModel, layer_in_use
 from tests.kernels.resident_model import LayerUnderTest
 from torch import Tensor
 
-from echokv.kernels.fused_layer import FusedLayer
+from echokv.kernels.fused_layer import TAKEN, FusedLayer
 from echokv.kernels.prefetch_args import NO_LIMIT, CandidateLists, Candidates, LayerPrefetch
 
 BUDGET_UNIT = 65536
@@ -109,7 +109,7 @@ class PrefetchCase:
         now = {slot: (owner, floor) for slot, (owner, _) in held.items() if owner in fetched}
         assert held == before.held | now and len(now) == len(fetched)
         assert before.held.keys().isdisjoint(now), "a row has left"
-        taken = {*ready[: int(layer.cursor[0])]} - before.held.keys()
+        taken = {*ready[: int(layer.cursor[TAKEN])]} - before.held.keys()
         assert now.keys() <= taken
         rows = range(len(self.lens))
         named = Counter(slot for row in rows for slot in self.candidates(row))

@@ -18,7 +18,9 @@ from echokv.kernels.cuda.victims import AGES
 from echokv.kernels.fused_layer import (
     BEGAN,
     CURSOR,
+    LISTED,
     STALE,
+    TAKEN,
     TOTALS,
     TOUCHED,
     FusedLayer,
@@ -26,8 +28,6 @@ from echokv.kernels.fused_layer import (
     NewRows,
 )
 from echokv.kernels.reference.priorities import score_priorities
-
-TAKEN, LISTED = 0, 2  # columns of a cursor
 
 
 class FusedOps(Protocol):

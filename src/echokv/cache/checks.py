@@ -7,6 +7,7 @@ from torch import Tensor
 
 from echokv.cache.reserve import ALLOCATED, RECALLED, WRITTEN
 from echokv.cache.state import CacheInvariantError, CacheState
+from echokv.errors import CapacityError
 
 
 def live_slots(state: CacheState, live_host_slots: Tensor) -> Tensor:
@@ -53,6 +54,21 @@ def check_rows(state: CacheState, host_rows: Tensor, device_rows: Tensor) -> Non
                 f"layer {layer}: {int(differs.sum())} resident rows differ from their host"
                 f" rows, the first in device slot {slot}, host slot {int(owners[slot])}"
             )
+
+
+def require_room(what: str, rows: int, capacity: int) -> None:
+    """Raise CapacityError where one cache step would need more device slots than a layer has.
+
+    Args:
+        what: needs them, in words.
+        rows: how many.
+        capacity: device slots a layer.
+    """
+    if rows > capacity:
+        raise CapacityError(
+            f"{what} in one cache step needs {rows} device slots, the device pool has {capacity} a"
+            " layer (--device-pool-tokens)"
+        )
 
 
 def check_room(totals: Tensor, capacity: int) -> None:

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from echokv.cache.append import Appender
-from echokv.cache.checks import check_live, check_room, check_rows, live_slots
+from echokv.cache.checks import check_live, check_room, check_rows, live_slots, require_room
+from echokv.cache.counters import layer_counters
 from echokv.cache.policy import EvictionPolicy, RecencyThenScore
 from echokv.cache.prefetched import PrefetchedRows
 from echokv.cache.protocol import LayerCounters
 from echokv.cache.ready import ReadyLists
-from echokv.cache.reserve import EVICTED, HITS, RECALLED, Reserver
+from echokv.cache.reserve import HITS, RECALLED, Reserver
 from echokv.cache.side_stream import SideStream
 from echokv.cache.staged import StagedRows
 from echokv.cache.state import CacheState
-from echokv.errors import CapacityError
 from echokv.kernels.fused_layer import TOTALS, FusedLayer, NewRows
 from echokv.kernels.protocol import Kernels
 from echokv.memory.pools import DevicePool, HostPool
@@ -117,7 +117,7 @@ class CacheManager:
         until_selected: bool = False,
     ) -> None:
         """See `KVCache`."""
-        self._require_room(f"keeping {keep} new rows", keep)
+        require_room(f"keeping {keep} new rows", keep, self.capacity)
         self._ahead.join()
         self._appender.append(
             layer, host_slots, rows, keep=keep, beside=beside, until_selected=until_selected
@@ -218,7 +218,8 @@ class CacheManager:
         Raises:
             CapacityError: more entries than the device pool has slots.
         """
-        self._require_room(f"prefetching {host_slots.numel()} rows", host_slots.numel())
+        entries = host_slots.numel()
+        require_room(f"prefetching {entries} rows", entries, self.capacity)
         self.side.catch_up()
         self._list_anew(layer)
         mine, wanted = self._prefetched, HostSlots(host_slots.flatten())
@@ -259,14 +260,7 @@ class CacheManager:
     def _require_room_for(self, host_slots: HostSlots, max_distinct: int | None) -> None:
         entries = host_slots.numel()
         distinct = entries if max_distinct is None else min(entries, max_distinct)
-        self._require_room(f"a selection of {distinct} rows", distinct)
-
-    def _require_room(self, what: str, rows: int) -> None:
-        if rows > self.capacity:
-            raise CapacityError(
-                f"{what} in one cache step needs {rows} device slots, the device pool has"
-                f" {self.capacity} a layer (--device-pool-tokens)"
-            )
+        require_room(f"a selection of {distinct} rows", distinct, self.capacity)
 
     def rows(self, layer: int) -> Tensor:
         """See `KVCache`."""
@@ -291,22 +285,11 @@ class CacheManager:
     def counters(self) -> list[LayerCounters]:
         """See `KVCache`."""
         self.end_step()
-        resident = (self.state.device_free == 0).sum(dim=1).tolist()
-        ahead, useful = self._prefetched.totals.tolist(), self._prefetched.useful.tolist()
-        staged = self._staged.totals.tolist()
-        return [
-            LayerCounters(
-                selected=row[HITS] + row[RECALLED] + sum(copied),  # hits and misses, each distinct
-                recalled=row[RECALLED] + copied[1],
-                evicted=row[EVICTED] + early[EVICTED],
-                prefetched=early[RECALLED],
-                useful=wanted,
-                resident=count,
-            )
-            for row, copied, early, wanted, count in zip(
-                self._totals.tolist(), staged, ahead, useful, resident, strict=True
-            )
-        ]
+        resident = (self.state.device_free == 0).sum(dim=1)
+        ahead = self._prefetched
+        return layer_counters(
+            self._totals, self._staged.totals, ahead.totals, ahead.useful, resident
+        )
 
     def live_rows(self, live_host_slots: Tensor) -> int:
         """See `KVCache`."""

@@ -1,7 +1,6 @@
-"""Flags that several commands share, and the one place where they become configs.
+"""Engine flags, which several commands share, and the one place where they become a config.
 
-Every engine flag names the `EngineConfig` field that it sets, every sampling flag the
-`SamplingParams` field; defaults are the dataclasses' own.
+Every flag names the `EngineConfig` field that it sets; defaults are the dataclass's own.
 """
 
 import argparse
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from echokv.config import EngineConfig
-from echokv.engine.sampling_params import SamplingParams
 from echokv.errors import ConfigError
 
 
@@ -157,79 +155,6 @@ ENGINE_FLAGS = (
     ),
 )
 
-SAMPLING_FLAGS = (
-    Flag(
-        names=("--temperature",),
-        field="temperature",
-        parse=float,
-        help="0 is greedy; else logits are divided by it",
-    ),
-    Flag(
-        names=("--top-p",),
-        field="top_p",
-        parse=float,
-        help="keep the likeliest tokens up to this probability, in (0, 1]",
-    ),
-    Flag(
-        names=("--top-k",),
-        field="top_k",
-        parse=int,
-        help="keep that many of the likeliest tokens; 0 or -1 keeps all",
-    ),
-    Flag(
-        names=("--min-p",),
-        field="min_p",
-        parse=float,
-        help="drop tokens below this share of the likeliest's probability",
-    ),
-    Flag(
-        names=("--sampling-seed",),
-        field="seed",
-        parse=int,
-        help="seed of every request (default: drawn from --seed, one per request)",
-    ),
-    Flag(names=("--presence-penalty",), field="presence_penalty", parse=float, help="in [-2, 2]"),
-    Flag(names=("--frequency-penalty",), field="frequency_penalty", parse=float, help="in [-2, 2]"),
-    Flag(
-        names=("--repetition-penalty",),
-        field="repetition_penalty",
-        parse=float,
-        help="above 0; 1 is none",
-    ),
-    Flag(
-        names=("--logprobs",),
-        field="logprobs",
-        parse=int,
-        help="alternatives to report a token (default: report nothing)",
-    ),
-    Flag(names=("--stop",), field="stop", many=True, help="string that ends an output; repeatable"),
-    Flag(
-        names=("--stop-token-id",),
-        field="stop_token_ids",
-        parse=int,
-        many=True,
-        help="token id that ends an output; repeatable",
-    ),
-    Flag(
-        names=("--max-tokens",),
-        field="max_tokens",
-        parse=int,
-        help="most output tokens per request (default: up to --max-model-len)",
-    ),
-    Flag(
-        names=("--min-tokens",),
-        field="min_tokens",
-        parse=int,
-        help="output tokens before an output may end, per request",
-    ),
-    Flag(
-        names=("--ignore-eos",),
-        field="ignore_eos",
-        parse=None,
-        help="go on past the end-of-sequence token",
-    ),
-)
-
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
     """Add `MODEL`, `--model` and every engine flag.
@@ -246,12 +171,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, model_required: bool = 
         "--model",
         help="checkpoint directory in Hugging Face's layout" + " (required)" * model_required,
     )
-    _add(group, ENGINE_FLAGS, EngineConfig)
-
-
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every sampling flag."""
-    _add(parser.add_argument_group("sampling"), SAMPLING_FLAGS, SamplingParams, prefix="sampling_")
+    add_flags(group, ENGINE_FLAGS, EngineConfig)
 
 
 def model_dir(args: argparse.Namespace) -> str | None:
@@ -283,22 +203,17 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     )
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The sampling parameters that the flags describe.
-
-    Raises:
-        RequestError: a value out of range.
-    """
-    values = {flag.field: getattr(args, f"sampling_{flag.field}") for flag in SAMPLING_FLAGS}
-    for flag in SAMPLING_FLAGS:
-        if flag.many:
-            values[flag.field] = tuple(values[flag.field] or ())
-    return SamplingParams(**values)
-
-
-def _add(
+def add_flags(
     group: argparse._ArgumentGroup, flags: Iterable[Flag], config: type, *, prefix: str = ""
 ) -> None:
+    """Add flags whose defaults are those of a dataclass's fields.
+
+    Args:
+        group: of a command's parser.
+        flags: which.
+        config: the dataclass.
+        prefix: of the names under which the parser keeps their values.
+    """
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for flag in flags:
         default = defaults[flag.field]

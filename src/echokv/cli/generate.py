@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from echokv.cli import flags
+from echokv.cli import flags, sampling_flags
 from echokv.engine.outputs import RequestOutput
 from echokv.errors import ConfigError, RequestError
 
@@ -105,7 +105,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--output", default="-", metavar="PATH", help="JSONL file to write; `-` is stdout"
     )
     flags.add_engine_flags(parser)
-    flags.add_sampling_flags(parser)
+    sampling_flags.add_sampling_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     from echokv.engine.engine import Engine
 
     config = flags.engine_config(args)
-    params = flags.sampling_params(args)
+    params = sampling_flags.sampling_params(args)
     jsonl = args.prompts_format == "jsonl" or (
         args.prompts_format is None and args.prompts.endswith(".jsonl")
     )

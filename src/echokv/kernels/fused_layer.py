@@ -17,14 +17,11 @@ CURSOR = 5
 written since it was made; its length; the floor when it was made; how many names were taken when
 the step began."""
 
-TOUCHED = 1
-"""The second column."""
-
-BEGAN = 4
-"""The last."""
+TAKEN, TOUCHED, LISTED, BEGAN = 0, 1, 2, 4
+"""Those that are asked for by name."""
 
 STALE = 1 << 30
-"""There: the list is not to be used in another step."""
+"""In column TOUCHED: the list is not to be used in another step."""
 
 MOST_NEW_ROWS = 64
 """New rows that `make_resident` takes in with a selection."""

@@ -39,7 +39,7 @@ constexpr u32 SCORE_BITS = 3, SCORE_LEVELS = 7;
 
 enum Cursor { TAKEN, TOUCHED, LISTED, SINCE, BEGAN, CURSOR };  // columns of a layer's cursor
 
-enum Total { HITS, RECALLED, EVICTED, WRITTEN, ALLOCATED };  // columns of the manager's totals
+enum Total { HITS, RECALLED, EVICTED, WRITTEN, ALLOCATED, TOTALS };  // columns of the totals
 
 // One layer, as kernels see it; `FusedLayer` in Python.
 struct Layer {

@@ -32,7 +32,7 @@ struct VictimArguments {
   i32* host_to_device;  // [layers, host_slots]
   i32* ready;           // [layers, slots] out
   i32* cursor;          // [layers, CURSOR]
-  u64* totals;          // [layers, 5]
+  u64* totals;          // [layers, TOTALS]
   i32 slots, host_slots;
   i32 most_rows;  // names that must be left
   i32 most_free;  // slots that are free ahead of need, at most
@@ -175,7 +175,7 @@ DEVICE void free_slots(const VictimArguments& a, i32* cursor, u64 layer, u32 cou
     }
   }
   evicted = __reduce_add_sync(ALL_LANES, evicted);
-  if (thread % WARP == 0) add_total(a.totals + layer * 5, EVICTED, evicted);
+  if (thread % WARP == 0) add_total(a.totals + layer * TOTALS, EVICTED, evicted);
   if (first == 0) cursor[BEGAN] = taken;
 }
 
