@@ -35,6 +35,7 @@ from typing import Any
 import recorded  # benchmarks/device/recorded.py
 import timeline  # benchmarks/device/timeline.py
 import torch
+import turns  # benchmarks/device/turns.py
 import wandering  # benchmarks/device/wandering.py
 from torch import Tensor
 
@@ -296,9 +297,9 @@ class Case:
         Raises:
             EchoKVError: sides decoded different tokens.
         """
-        for _ in range(self._how.rounds):
-            for timer in self.timers.values():
-                timer.measure(self._steps)
+        for round_ in range(self._how.rounds):
+            for side in turns.order(self.timers, round_):
+                self.timers[side].measure(self._steps)
         tokens = [timer.tokens for timer in self.timers.values()]
         if any(one != tokens[0] for one in tokens):
             raise EchoKVError(f"{self.batch} x {self.context}: sides decoded different tokens")

@@ -5,7 +5,8 @@
 
 The product's own path: `Indexer.select`, then `CacheManager.make_resident`, captured as a graph of
 several layers, L2 overwritten before each replay; victims are chosen before the clock starts. Keys
-and queries are random, new queries in every replay; a given share of what they select is resident.
+and queries are random, new queries in every replay of every variant, so that nobody reads host rows
+that another has just read; a given share of what they select is resident.
 The pool is otherwise full of rows that nobody selects. The host rows of all layers that a graph
 goes through are read in turn: `gib` says how much memory that is.
 
@@ -360,7 +361,6 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         slots_taken: dict[str, Tensor | None] = {}
         for repeat in range(-LEARNING, sizes.repeats):
             for name, ((replay, results, finish), kind, near) in variants.items():
-                generator.manual_seed(repeat + LEARNING)
                 missing = case.prepare(hit, kind, generator, near=near, taken=slots_taken.get(name))
                 recall_limits(world.predictions, None if name == "worst" else learnt.get(name))
                 before = world.manager.counters()

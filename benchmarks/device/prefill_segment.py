@@ -163,8 +163,6 @@ def measure(case: PrefillCase, kind: str, hit: float, blocks: tuple[int, ...]) -
     rows = 0.0
     for repeat in range(-1, world.sizes.repeats):
         for name, (replay, results) in variants.items():
-            torch.manual_seed(repeat + 1)
-            generator.manual_seed(repeat + 1)
             missing = case.draw(NOISE[kind], share_of[name], generator)
             taken = decode.microseconds(replay, world.flush)
             if repeat < 0:
