@@ -11,8 +11,8 @@
 // another epoch. After its last page a warp puts an END for each thread that reads its list.
 //
 // A fetching warp drops candidates that are resident, and asks the row's budget for the others:
-// `counts` is raised by as many, and what exceeds the budget is given back, so that it ends at what
-// was granted and no grant is made twice. It takes a name off the ready list, of a slot that is free,
+// `counts` is raised, and lowered again where that exceeds the budget, so that it ends at what was
+// granted and no grant is made twice. It takes a name off the ready list, of a slot that is free,
 // claims the row and publishes the mapping by the protocol of claims.cuh, at the floor (protected in
 // this step, below whatever is selected in it), notes that it was fetched, and copies the row. Nobody
 // reads device rows before the kernel is over, so the mapping may be published before the row has
@@ -42,10 +42,6 @@ constexpr u64 PATIENCE = 1000000;    // nanoseconds
 #endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
 constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
-// Rows that a warp claims before it looks again whether it should. What is claimed must land before
-// anything else moves: few, but enough to keep PCIe busy while claims wait for memory. Measured at
-// 13 x 98,304 tokens, hit rate 0.9: 1, 2 and 4 take 110, 106 and 115 us for the whole segment.
-constexpr u32 CLAIMS_AT_ONCE = 2;
 
 // An entry of a scoring block's list.
 struct alignas(16) Listed {
@@ -91,29 +87,17 @@ struct Candidate {
   u32 row;
 };
 
-// Places among the row's candidates for the lanes that ask; at least `most` where there is none.
-DEVICE u32 ask_budget(const PrefetchArguments& a, const Contexts& contexts, u32 row, bool asks,
-                      u32 lane) {
+// A place among a row's candidates, within its budget; at least `most` where there is none. Whole warps.
+DEVICE u32 ask_budget(const PrefetchArguments& a, const Contexts& contexts, u32 row, u32 lane) {
   u32 place = a.most;
-  for (u32 left = __ballot_sync(ALL_LANES, asks); left != 0;) {
-    const u32 leader = __ffs(left) - 1;
-    const u32 row_of_leader = __shfl_sync(ALL_LANES, row, leader);
-    const bool mine = asks && row == row_of_leader;
-    const u32 same = __ballot_sync(ALL_LANES, mine), wanted = __popc(same);
-    u32 before = 0, budget = 0;
-    if (lane == leader) {
-      budget = budget_of(a, contexts, row);
-      before = u32(atomicAdd(a.counts + row, i32(wanted)));
-      const u32 room = before < budget ? budget - before : 0;
-      if (wanted > room) atomicAdd(a.counts + row, -i32(wanted - room));
-    }
-    before = __shfl_sync(ALL_LANES, before, leader);
-    budget = __shfl_sync(ALL_LANES, budget, leader);
-    const u32 mine_at = before + __popc(same & ((1u << lane) - 1));
-    if (mine && mine_at < budget) place = mine_at;
-    left &= ~same;
+  if (lane == 0) {
+    const u32 before = u32(atomicAdd(a.counts + row, 1));
+    if (before < budget_of(a, contexts, row))
+      place = before;
+    else
+      atomicAdd(a.counts + row, -1);
   }
-  return place;
+  return __shfl_sync(ALL_LANES, place, 0);
 }
 
 // A part of a row: what a warp asks for at once.
@@ -136,30 +120,14 @@ DEVICE void store_part(u8* to, const RowPart& part, u32 bytes, u32 lane) {
     if ((i * WARP + lane) * 16 < bytes) store_row_words(to + (i * WARP + lane) * 16, part.words[i]);
 }
 
-// The rows of some lanes, one after the other; the next is asked for before one is written. `first`
-// is the first part of the first. A slot of -1: that row has nowhere to go.
-DEVICE void copy_rows(const Layer& layer, RowPart first, i32 host_slot, i32 slot, u32 lanes,
-                      u32 lane) {
+// The rest of a row, whose first part is there, and all of it to its device slot.
+DEVICE void store_row(const Layer& layer, const RowPart& first, i32 host_slot, i32 slot, u32 lane) {
   const u32 row_bytes = layer.row_bytes;
-  RowPart part = first;
-  while (lanes != 0) {
-    const u32 mine = __ffs(lanes) - 1;
-    lanes &= lanes - 1;
-    const u8* from = host_row(layer, __shfl_sync(ALL_LANES, host_slot, mine));
-    const i32 where = __shfl_sync(ALL_LANES, slot, mine);
-    RowPart next = part;
-    if (lanes != 0) {
-      const i32 after = __shfl_sync(ALL_LANES, host_slot, __ffs(lanes) - 1);
-      next = load_part(host_row(layer, after), row_bytes, lane);
-    }
-    if (where >= 0) {
-      u8* to = layer.device_rows + u64(u32(where)) * row_bytes;
-      store_part(to, part, row_bytes, lane);
-      for (u32 at = PART_BYTES; at < row_bytes; at += PART_BYTES)
-        store_part(to + at, load_part(from + at, row_bytes - at, lane), row_bytes - at, lane);
-    }
-    part = next;
-  }
+  const u8* from = host_row(layer, host_slot);
+  u8* to = device_row(layer, slot);
+  store_part(to, first, row_bytes, lane);
+  for (u32 at = PART_BYTES; at < row_bytes; at += PART_BYTES)
+    store_part(to + at, load_part(from + at, row_bytes - at, lane), row_bytes - at, lane);
 }
 
 struct Fetched {
@@ -173,37 +141,33 @@ DEVICE void add_fetched(const PrefetchArguments& a, const Fetched& fetched, u32 
   add_total(a.layer.totals, ALLOCATED, fetched.rows);
 }
 
-// Fetch the lanes' rows that are still absent, into free slots only: a recall beside counts on what it
-// finds. `at` is where they are on the lists. False: no slot is free any more.
-DEVICE bool take_in_free(const PrefetchArguments& a, bool wants, i32 host_slot, u32 at, i32 floor,
+// Fetch a row if it is still absent, into a free slot only: a recall beside counts on what it finds.
+// `at` is where it is on the lists. False: no slot is free any more. Whole warps.
+DEVICE bool take_in_free(const PrefetchArguments& a, i32 host_slot, u32 at, i32 floor,
                          Fetched* fetched, u32 lane) {
   const Layer& layer = a.layer;
-  const u32 asking = __ballot_sync(ALL_LANES, wants);
-  if (asking == 0) return true;
-  u32 first = 0;
-  if (lane == 0) first = take_names(layer, __popc(asking));
-  first = __shfl_sync(ALL_LANES, first, 0);
-  Victim victim = {0, NONE, NONE};
-  if (wants)
-    victim = name_victim(layer, ready_list(layer, floor),
-                         first + __popc(asking & ((1u << lane) - 1)));
-  const bool room = is_free(victim), mine = room && claim(layer, host_slot);
-  const u32 claims = __ballot_sync(ALL_LANES, mine);
-  if (mine) {
-    layer.device_to_host[victim.slot] = host_slot;
-    layer.device_free[victim.slot] = 0;
-    store_shared_value(layer.priority + victim.slot, floor);
-    a.host_slots[at] = host_slot;
-    device_fence();  // whoever sees the mapping sees the priority: then it is a hit
-    store_shared_value(layer.host_to_device + host_slot, victim.slot);
+  bool room = false;
+  i32 slot = NONE;  // that it goes to
+  if (lane == 0) {
+    const Victim victim = name_victim(layer, ready_list(layer, floor), take_names(layer, 1));
+    room = is_free(victim);
+    if (room && claim(layer, host_slot)) {
+      slot = victim.slot;
+      layer.device_to_host[slot] = host_slot;
+      layer.device_free[slot] = 0;
+      store_shared_value(layer.priority + slot, floor);
+      a.host_slots[at] = host_slot;
+      device_fence();  // whoever sees the mapping sees the priority: then it is a hit
+      store_shared_value(layer.host_to_device + host_slot, slot);
+    }
   }
-  fetched->rows += __popc(claims);
-  if (claims != 0) {
-    const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
-    const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
-    copy_rows(layer, part, host_slot, victim.slot, claims, lane);
+  slot = __shfl_sync(ALL_LANES, slot, 0);
+  if (slot >= 0) {
+    fetched->rows++;
+    const RowPart part = load_part(host_row(layer, host_slot), layer.row_bytes, lane);
+    store_row(layer, part, host_slot, slot, lane);
   }
-  return !__any_sync(ALL_LANES, wants && !room);
+  return __any_sync(ALL_LANES, room);
 }
 
 // List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
@@ -239,10 +203,9 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
   return u32(load_shared_value(a.kth + row)) == UNKNOWN;
 }
 
-// Fetch those of the lanes' candidates that are absent, a few at a time, as far as budgets go and
-// until the rows' selections are known. Budgets are asked for by a few at a time too, so that
-// whoever comes first doesn't take for a long queue of its own what others could fetch at once. False:
-// no slot is free any more.
+// Fetch those of the lanes' candidates that are absent, one after the other, as far as budgets go and
+// until the rows' selections are known: what is claimed must land before anything else moves, and a few
+// hundred rows on their way are all that PCIe needs. False: no slot is free any more.
 DEVICE bool fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
                         Fetched* fetched, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
@@ -254,23 +217,17 @@ DEVICE bool fetch_found(const ListedArguments& a, const Candidate& candidate, i3
     waits = open && found < 0 && count < budget_of(to, a.contexts, candidate.row);
   }
   for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
-    u32 now = 0;
-#pragma unroll
-    for (u32 i = 0; i < CLAIMS_AT_ONCE; i++) {
-      now |= left & -left;
-      left &= left - 1;
+    const u32 next = __ffs(left) - 1, row = __shfl_sync(ALL_LANES, candidate.row, next);
+    left &= left - 1;
+    const u32 place = ask_budget(to, a.contexts, row, lane);
+    if (place >= to.most) {
+      left &= ~__ballot_sync(ALL_LANES, candidate.row == row);
+      continue;
     }
-    const bool asks = now >> lane & 1;
-    const u32 place = ask_budget(to, a.contexts, candidate.row, asks, lane);
-    const bool granted = place < to.most;
-    const u32 at = candidate.row * to.most + place;
-    if (granted) to.scores[at] = candidate.score;
-    for (u32 refused = __ballot_sync(ALL_LANES, asks && !granted); refused != 0;) {
-      const u32 row = __shfl_sync(ALL_LANES, candidate.row, __ffs(refused) - 1);
-      left &= ~__ballot_sync(ALL_LANES, candidate.row == row);  // it has no budget left
-      refused &= refused - 1;
-    }
-    if (!take_in_free(to, granted, candidate.host_slot, at, floor, fetched, lane)) return false;
+    const u32 at = row * to.most + place;
+    if (lane == next) to.scores[at] = candidate.score;
+    const i32 host_slot = __shfl_sync(ALL_LANES, candidate.host_slot, next);
+    if (!take_in_free(to, host_slot, at, floor, fetched, lane)) return false;
     left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
   }
   return true;

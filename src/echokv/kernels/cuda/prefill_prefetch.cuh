@@ -189,34 +189,29 @@ DEVICE u32 wanted_columns(const InterArguments& a, const WaveNotes* notes, u32 f
   return found;
 }
 
-// Fetch the lanes' rows that are still absent, whoever leaves for them: no recall runs beside. `at` is
-// where they are on the list.
-DEVICE void take_in(const PrefetchArguments& a, bool wants, i32 host_slot, u32 at, i32 floor,
-                    Fetched* fetched, u32 lane) {
+// Fetch a row if it is still absent, whoever leaves for it: no recall runs beside. `at` is where it is on
+// the list. Whole warps.
+DEVICE void take_in(const PrefetchArguments& a, i32 host_slot, u32 at, i32 floor, Fetched* fetched,
+                    u32 lane) {
   const Layer& layer = a.layer;
-  const bool mine = wants && claim(layer, host_slot);
-  const u32 claims = __ballot_sync(ALL_LANES, mine);
-  if (claims == 0) return;
-  // The first row is on its way while its victim is looked for.
-  const i32 next = __shfl_sync(ALL_LANES, host_slot, __ffs(claims) - 1);
-  const RowPart part = load_part(host_row(layer, next), layer.row_bytes, lane);
-  u32 first = 0;
-  if (lane == 0) first = take_names(layer, __popc(claims));
-  first = __shfl_sync(ALL_LANES, first, 0);
+  const bool mine = lane == 0 && claim(layer, host_slot);
+  if (!__any_sync(ALL_LANES, mine)) return;
+  // The row is on its way while its victim is looked for.
+  const RowPart part = load_part(host_row(layer, host_slot), layer.row_bytes, lane);
   Victim victim = {0, NONE, NONE};
-  bool settled = false;
   if (mine) {
     const ReadyList list = ready_list(layer, floor);
-    victim = name_victim(layer, list, first + __popc(claims & ((1u << lane) - 1)));
-    settled = settle(layer, list, &victim, host_slot, floor);
-    if (settled) a.host_slots[at] = host_slot;
+    victim = name_victim(layer, list, take_names(layer, 1));
+    if (settle(layer, list, &victim, host_slot, floor)) a.host_slots[at] = host_slot;
   }
-  fetched->evicted += __popc(__ballot_sync(ALL_LANES, settled && victim.owner >= 0));
-  fetched->rows += __popc(__ballot_sync(ALL_LANES, settled));
-  copy_rows(layer, part, host_slot, victim.slot, claims, lane);
+  const i32 slot = __shfl_sync(ALL_LANES, victim.slot, 0);
+  if (slot < 0) return;
+  fetched->rows++;
+  fetched->evicted += __any_sync(ALL_LANES, victim.owner >= 0);
+  store_row(layer, part, host_slot, slot, lane);
 }
 
-// Fetch a few of the lanes' wanted rows at a time; stops when `over` says so.
+// Fetch the lanes' wanted rows, one after the other; stops when `over` says so.
 template <typename Over>
 DEVICE void fetch_columns(const InterArguments& a, i32 request, u32 found, u32 column, i32 floor,
                           Fetched* fetched, u32 lane, Over over) {
@@ -231,18 +226,16 @@ DEVICE void fetch_columns(const InterArguments& a, i32 request, u32 found, u32 c
     if (found >> i & 1)
       absent |= u32(load_shared_value(layer.host_to_device + host_slot + i) == NONE) << i;
   while (true) {
-    u32 asking = __ballot_sync(ALL_LANES, absent != 0);
+    const u32 asking = __ballot_sync(ALL_LANES, absent != 0);
     if (asking == 0 || over()) return;
-    const bool mine = absent != 0 && __popc(asking & ((1u << lane) - 1)) < CLAIMS_AT_ONCE;
-    asking = __ballot_sync(ALL_LANES, mine);
-    u32 first = 0;
-    if (lane == 0) first = atomicAdd(a.listed, u32(__popc(asking)));
-    first = __shfl_sync(ALL_LANES, first, 0);
-    if (first >= a.fetch.most) return;
-    const u32 at = first + __popc(asking & ((1u << lane) - 1));
-    const u32 which = mine ? __ffs(absent) - 1 : 0;
-    if (mine) absent &= absent - 1;
-    take_in(a.fetch, mine && at < a.fetch.most, host_slot + i32(which), at, floor, fetched, lane);
+    u32 at = 0;
+    if (lane == 0) at = atomicAdd(a.listed, 1u);
+    at = __shfl_sync(ALL_LANES, at, 0);
+    if (at >= a.fetch.most) return;
+    const u32 next = __ffs(asking) - 1;
+    const i32 wanted = host_slot + i32(__ffs(absent)) - 1;
+    if (lane == next) absent &= absent - 1;
+    take_in(a.fetch, __shfl_sync(ALL_LANES, wanted, next), at, floor, fetched, lane);
   }
 }
 
