@@ -411,6 +411,7 @@ def recall_limits(predictions: Predictions, learnt: Predictions | None) -> None:
     else:
         predictions.useful.copy_(learnt.useful)
         predictions.limits.copy_(learnt.limits)
+        predictions.thresholds.masked_fill_(learnt.limits < 0, torch.inf)  # it rests
 
 
 def parts(case: Case) -> dict[str, float]:

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from echokv.kernels.prefetch_args import NO_LIMIT, PROBES, ROWS_FOR_A_USEFUL_ONE, row_budget
+from echokv.kernels.prefetch_args import (
+    NO_LIMIT,
+    PROBES,
+    RESTS,
+    ROWS_FOR_A_USEFUL_ONE,
+    row_budget,
+)
 from echokv.memory.slots import BLOCK_TOKENS
 
 NAN, INF = math.nan, math.inf
@@ -150,12 +156,15 @@ def learn(
     """What one row teaches, from the docstring."""
     old, useful, limit = state
     new = kth
+    if limit < 0:
+        limit = limit + 1 or PROBES
     if math.isfinite(old):
         new = single(single(0.5 * old) + single(0.5 * kth))
         reached = sum(score >= kth for score in scores)
         useful = single(0.5 * useful + 0.5 * reached) if math.isfinite(useful) else float(reached)
         limit = int(PROBES + ROWS_FOR_A_USEFUL_ONE * useful)
-    if not math.isfinite(kth):
+        limit = -RESTS if limit == PROBES else limit
+    if not math.isfinite(kth) or limit < 0:
         new = INF
     return new, useful, limit
 
@@ -165,8 +174,9 @@ def test_learning(backend, most: int) -> None:
     rng, device, values = random.Random(most), backend.device, [0.0, INF, -INF, NAN, -1e30, 3e38]
     states, rows = 40, 30
     thresholds = [rng.choice([*values, single(rng.gauss(0, 1))]) for _ in range(states)]
-    useful = [rng.choice([0.0, INF, 2000.0, single(9 * rng.random())]) for _ in range(states)]
-    limits = [rng.choice([NO_LIMIT, 8, 90]) for _ in range(states)]
+    useful = [rng.choice([0.0, INF, 0.3, 2000.0, 9 * rng.random()]) for _ in range(states)]
+    useful = [single(one) for one in useful]
+    limits = [rng.choice([NO_LIMIT, 8, 90, -1, -2, -RESTS]) for _ in range(states)]
     slots = rng.sample(range(states), rows)
     slots[3] = slots[17] = -1
     kth = [rng.choice([*values[:4], *[single(rng.gauss(0, 1))] * 4]) for _ in range(rows)]
@@ -187,13 +197,13 @@ def test_learning(backend, most: int) -> None:
         torch.testing.assert_close(tensor.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_rows_in_vain_dwindle_to_probes_and_useful_ones_bring_more(backend) -> None:
-    """As many candidates as the limit allows, none useful, then half of them."""
+def test_rows_in_vain_dwindle_until_they_rest_and_useful_ones_bring_more(backend) -> None:
+    """As many candidates as the limit allows, half of them useful, then none, then half again."""
     device = backend.device
     state = floats([1.0], device), floats([INF], device), ints([NO_LIMIT], device)
     limits = []
-    for share in [0.0] + [0.5] * 8 + [0.0] * 8 + [0.2] * 9:
-        issued = min(state[2].item(), 100)
+    for share in [0.5] * 8 + [0.0] * 20 + [0.5] * 16:
+        issued = min(max(state[2].item(), 0), 100) if math.isfinite(state[0]) else 0
         useful = round(share * issued)
         scores = [2.0] * useful + [0.0] * (100 - useful)
         backend.op("update_thresholds")(
@@ -201,10 +211,13 @@ def test_rows_in_vain_dwindle_to_probes_and_useful_ones_bring_more(backend) -> N
             ints([issued], device), *state,
         )  # fmt: skip
         limits.append(state[2].item())
-    assert limits[0] == PROBES
-    assert limits[1:9] == sorted(limits[1:9]) and limits[8] > 100
-    assert limits[9:17] == sorted(limits[9:17], reverse=True) and limits[16] == PROBES
-    assert max(limits[17:]) < 4 * PROBES
+        assert math.isfinite(state[0]) == (limits[-1] >= 0)
+    assert limits[:8] == sorted(limits[:8]) and limits[7] > 100
+    rest = [*range(-RESTS, 0), PROBES]
+    start = limits.index(-RESTS)
+    assert limits[7:start] == sorted(limits[7:start], reverse=True)
+    assert limits[start : start + 8] == rest and limits[start + 8] == -RESTS
+    assert limits[-1] > 4 * PROBES
 
 
 @pytest.mark.parametrize("entries", [0, 1, 63, 2048, 2049, 5000])

@@ -24,7 +24,11 @@ dwindles to PROBES where fewer than one in four is useful, or few are missing, a
 """
 
 PROBES = 8
-"""Rows that it may fetch in any case, to see whether things have changed."""
+"""Rows that it may fetch at least, to see whether things have changed."""
+
+RESTS = 7
+"""Steps in which a request fetches nothing, and looks for nothing, when it has come down to PROBES;
+a limit below zero says how many are left. Then it looks again, in one step."""
 
 NO_LIMIT = 1 << 30
 """The limit of a request that nothing is known about."""

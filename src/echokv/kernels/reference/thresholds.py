@@ -6,6 +6,7 @@ from torch import Tensor
 from echokv.kernels.prefetch_args import (
     EMA_ALPHA,
     PROBES,
+    RESTS,
     ROWS_FOR_A_USEFUL_ONE,
     USEFUL_ALPHA,
     check_learn_args,
@@ -28,7 +29,8 @@ def update_thresholds(
     context of fewer than k tokens. Where there was a finite one, the number of useful rows moves in
     the same way, by USEFUL_ALPHA, towards the candidates that reach the true k-th score; it becomes
     that number alone where it wasn't finite. The limit is then PROBES + ROWS_FOR_A_USEFUL_ONE times
-    it, rounded down.
+    it, rounded down; -RESTS instead of PROBES alone. A limit below zero is one nearer to it after
+    each step, PROBES instead of zero, and with it there is no prediction.
 
     Args:
         request_slots: [T] int32, distinct entries of the state; -1 for rows to skip.
@@ -46,8 +48,6 @@ def update_thresholds(
     slots = request_slots[rows].long()
     kth, old = kth_scores[rows], thresholds[slots]
     new = torch.where(old.isfinite(), EMA_ALPHA * old + (1 - EMA_ALPHA) * kth, kth)
-    thresholds[slots] = torch.where(kth.isfinite(), new, torch.inf)
-
     place = torch.arange(candidate_scores.shape[1], device=kth.device)
     counted = place < num_candidates[rows][:, None]
     reached = ((candidate_scores[rows] >= kth[:, None]) & counted).sum(dim=1).float()
@@ -55,5 +55,10 @@ def update_thresholds(
     after = USEFUL_ALPHA * before + (1 - USEFUL_ALPHA) * reached
     after = torch.where(before.isfinite(), after, reached)
     limit = (PROBES + ROWS_FOR_A_USEFUL_ONE * after).to(torch.int32)
+    limit = torch.where(limit == PROBES, -RESTS, limit)
+    kept = limits[slots]
+    rested = torch.where(kept == -1, PROBES, kept + (kept < 0))
+    limit = torch.where(old.isfinite(), limit, rested)
     useful[slots] = torch.where(old.isfinite(), after, before)
-    limits[slots] = torch.where(old.isfinite(), limit, limits[slots])
+    limits[slots] = limit
+    thresholds[slots] = torch.where(kth.isfinite() & (limit >= 0), new, torch.inf)

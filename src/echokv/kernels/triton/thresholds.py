@@ -7,6 +7,7 @@ from torch import Tensor
 from echokv.kernels.prefetch_args import (
     EMA_ALPHA,
     PROBES,
+    RESTS,
     ROWS_FOR_A_USEFUL_ONE,
     USEFUL_ALPHA,
     check_learn_args,
@@ -31,6 +32,7 @@ def _update_thresholds(
     ALPHA: tl.constexpr,
     USEFUL: tl.constexpr,
     PROBED: tl.constexpr,
+    RESTED: tl.constexpr,
     EACH: tl.constexpr,
     MOST: tl.constexpr,
 ):
@@ -41,7 +43,8 @@ def _update_thresholds(
         kth = tl.load(kth_scores + row)
         old = tl.load(thresholds + slot)
         new = tl.where(_is_finite(old), ALPHA * old + (1 - ALPHA) * kth, kth)
-        tl.store(thresholds + slot, tl.where(_is_finite(kth), new, float("inf")))
+        limit = tl.load(limits + slot)
+        limit = tl.where(limit == -1, PROBED, limit + (limit < 0).to(tl.int32))
         if _is_finite(old):
             issued = tl.load(num_candidates + row)
             column = tl.arange(0, MOST)
@@ -53,7 +56,11 @@ def _update_thresholds(
             after = USEFUL * before + (1 - USEFUL) * reached
             after = tl.where(_is_finite(before), after, reached)
             tl.store(useful + slot, after)
-            tl.store(limits + slot, (PROBED + EACH * after).to(tl.int32))
+            limit = (PROBED + EACH * after).to(tl.int32)
+            limit = tl.where(limit == PROBED, -RESTED, limit)
+        tl.store(limits + slot, limit)
+        predicts = _is_finite(kth) & (limit >= 0)
+        tl.store(thresholds + slot, tl.where(predicts, new, float("inf")))
 
 
 def update_thresholds(
@@ -74,8 +81,8 @@ def update_thresholds(
         return
     _update_thresholds[(rows,)](
         request_slots, kth_scores, candidate_scores, num_candidates, thresholds, useful, limits,
-        most, ALPHA=EMA_ALPHA, USEFUL=USEFUL_ALPHA, PROBED=PROBES, EACH=ROWS_FOR_A_USEFUL_ONE,
-        MOST=triton.next_power_of_2(most),
+        most, ALPHA=EMA_ALPHA, USEFUL=USEFUL_ALPHA, PROBED=PROBES, RESTED=RESTS,
+        EACH=ROWS_FOR_A_USEFUL_ONE, MOST=triton.next_power_of_2(most),
     )  # fmt: skip
 
 
@@ -94,6 +101,7 @@ COMPILE_SIGNATURES = (
             "ALPHA": EMA_ALPHA,
             "USEFUL": USEFUL_ALPHA,
             "PROBED": PROBES,
+            "RESTED": RESTS,
             "EACH": ROWS_FOR_A_USEFUL_ONE,
             "MOST": 512,
         },
