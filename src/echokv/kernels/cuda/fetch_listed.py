@@ -74,4 +74,4 @@ def listed_arguments(prefetch: LayerPrefetch, contexts: Contexts) -> ListedArgum
 def fetch_listed(arguments: ListedArguments, lists: CandidateLists) -> None:
     """Fetch what is listed until all is, or k-th scores are known; a block for each that scores."""
     blocks, device = lists.entries.shape[0], lists.entries.device
-    MODULE.launch("fetch_listed", arguments, device, blocks=blocks)
+    MODULE.launch("fetch_listed", arguments, device, blocks=blocks, beside=True)

@@ -222,8 +222,9 @@ def quantise_query(query: Tensor, weights: Tensor, begin: LayerPrefetch | None =
         arguments.scores, arguments.kth = pointer(found.scores), pointer(begin.kth_scores)
         arguments.epoch = pointer(begin.lists.epoch)
     MODULE.launch(
-        "quantise_query", arguments, query.device, blocks=-(-rows * heads // _WARPS)
-    )
+        "quantise_query", arguments, query.device, blocks=-(-rows * heads // _WARPS),
+        beside=begin is not None,
+    )  # fmt: skip
     return images
 
 
@@ -260,5 +261,6 @@ def score_images(
         kernel, shared_bytes = f"prefetching_{heads}", PREFETCHING_SHARED_BYTES
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     MODULE.launch(
-        kernel, arguments, device, blocks=sms, shared_bytes=shared_bytes, early=True
-    )
+        kernel, arguments, device, blocks=sms, shared_bytes=shared_bytes, early=True,
+        beside=listing is not None,
+    )  # fmt: skip

@@ -17,10 +17,9 @@ CAPABILITY = (9, 0)
 MAX_SHARED_BYTES = 227 * 1024
 """What one thread block can have on Hopper."""
 
-CARVEOUT = 58
-"""Percent of an SM's memory that is shared memory, where a block doesn't need more; the rest is L1,
-which rows from host memory pass through. The same for all kernels: an SM must be idle before it can be
-divided anew. So much is what `index_scores` needs (132 KB)."""
+CARVEOUT = 100
+"""Of kernels that run beside each other: percent of an SM's memory that is shared memory, as far as
+it goes; the rest is L1. An SM must be idle before it can be divided anew."""
 
 
 class Arguments(ctypes.Structure):
@@ -39,18 +38,19 @@ class CudaModule:
     name: str
     threads: int  # of a block
     others: Mapping[str, int] = field(default_factory=dict)  # kernels that have another number
-    _functions: dict[tuple[int, str], object] = field(default_factory=dict)
+    _functions: dict[tuple[int, str, bool], object] = field(default_factory=dict)
 
     def threads_of(self, kernel: str) -> int:
         """Threads of a block of one kernel."""
         return self.others.get(kernel, self.threads)
 
-    def load(self, device: torch.device, kernels: tuple[str, ...]) -> None:
+    def load(self, device: torch.device, kernels: tuple[str, ...], *, beside: bool = False) -> None:
         """Compile if need be, and load onto a device.
 
         Args:
             device: where the kernels will run.
             kernels: their names.
+            beside: load them for launches that run beside others'.
 
         Raises:
             KernelUnavailable: it doesn't compile or load, with the reason.
@@ -68,13 +68,14 @@ class CudaModule:
                 _require(error, f"finding {kernel} in {self.name}.cu")
                 attribute = driver.CUfunction_attribute
                 wanted = {
-                    attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: MAX_SHARED_BYTES,
-                    attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: CARVEOUT,
+                    attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: MAX_SHARED_BYTES
                 }
+                if beside:
+                    wanted[attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = CARVEOUT
                 for name, value in wanted.items():
                     (error,) = driver.cuFuncSetAttribute(function, name, value)
                     _require(error, f"giving {kernel} {MAX_SHARED_BYTES} B of shared memory")
-                self._functions[index, kernel] = function
+                self._functions[index, kernel, beside] = function
 
     def launch(
         self,
@@ -86,6 +87,7 @@ class CudaModule:
         shared_bytes: int = 0,
         cluster: int = 1,
         early: bool = False,
+        beside: bool = False,
     ) -> None:
         """Launch on the device's current stream; loads the module if nothing has yet.
 
@@ -98,6 +100,7 @@ class CudaModule:
             cluster: blocks of a cluster; divides `blocks`.
             early: start it while the kernel before it ends, which it waits for itself
                 (`wait_for_previous` in device.cuh).
+            beside: it shares SMs with another launch that is beside (see CARVEOUT).
 
         Raises:
             RuntimeError: the driver refused, with its reason.
@@ -105,7 +108,7 @@ class CudaModule:
         from cuda.bindings import driver
 
         with torch.cuda.device(device):
-            function = self._function(kernel, device)
+            function = self._function(kernel, device, beside)
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             address = ctypes.addressof(parameters)
             attributes = _attributes(driver, cluster, early)
@@ -131,7 +134,7 @@ class CudaModule:
         from cuda.bindings import driver
 
         with torch.cuda.device(device):
-            function = self._function(kernel, device)
+            function = self._function(kernel, device, beside=False)
             names = driver.CUfunction_attribute
             allowed = names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             (error,) = driver.cuFuncSetAttribute(function, allowed, 1)
@@ -141,11 +144,11 @@ class CudaModule:
             error, count = driver.cuOccupancyMaxActiveClusters(function, config)
         return int(count) if error == driver.CUresult.CUDA_SUCCESS else 0
 
-    def _function(self, kernel: str, device: torch.device):
+    def _function(self, kernel: str, device: torch.device, beside: bool):
         index = torch.cuda.current_device()
-        if (index, kernel) not in self._functions:
-            self.load(device, (kernel,))
-        return self._functions[index, kernel]
+        if (index, kernel, beside) not in self._functions:
+            self.load(device, (kernel,), beside=beside)
+        return self._functions[index, kernel, beside]
 
     def _config(self, kernel: str, blocks: int, shared_bytes: int, attributes: list):
         from cuda.bindings import driver

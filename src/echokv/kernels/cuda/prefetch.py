@@ -2,7 +2,8 @@
 
 import torch
 
-from echokv.kernels.cuda import fetch_listed
+from echokv.kernels.cuda import fetch_listed, index_scores
+from echokv.kernels.cuda import topk as selecting
 from echokv.kernels.cuda.index_scores import fetches, index_scores_prefetch
 from echokv.kernels.cuda.prefill_prefetch import prefill_scores_prefetch
 from echokv.kernels.cuda.topk import topk_rows
@@ -18,7 +19,9 @@ __all__ = [
 
 
 def candidate_lists(device: torch.device) -> CandidateLists:
-    """Empty ones, for as many scoring blocks as there are SMs."""
+    """Empty ones, for as many scoring blocks as there are SMs; loads the kernels that use them."""
+    for module in (index_scores, fetch_listed, selecting):
+        module.MODULE.load(device, module.KERNELS, beside=True)
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     shape = (blocks, fetch_listed.LISTS, fetch_listed.LIST_ENTRIES, 4)
     return CandidateLists(

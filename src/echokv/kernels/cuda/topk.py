@@ -132,7 +132,7 @@ def _select(
     )  # fmt: skip
     MODULE.launch(
         "topk", arguments, device, blocks=rows * cluster, cluster=cluster,
-        shared_bytes=shared_bytes, early=True,
+        shared_bytes=shared_bytes, early=True, beside=beside,
     )  # fmt: skip
     return positions, kth
 
