@@ -141,9 +141,9 @@ def designs_table() -> str:
     return table(("batch x context, hit rate, predictions", "off, us", *names), rows)
 
 
-def decode_table() -> str:
+def decode_table(file: str) -> str:
     """Whole decode steps with prefetch and without."""
-    result, rows = load("decode_prefetch"), []
+    result, rows = load(file), []
     for case in result["cases"]:
         for name, one in case["variants"].items():
             step, moved = one["step_ms"], one["rows_a_layer"]
@@ -163,7 +163,7 @@ def decode_table() -> str:
         f"{model['layers']} layers, {model['dense_layers']} of them dense, hit rate"
         f" {result['hit_rate']}, {gib} GiB of host rows."
     )
-    return f"{table(header, rows)}\n\n{words} {source('decode_prefetch')}"
+    return f"{table(header, rows)}\n\n{words} {source(file)}"
 
 
 def layer_table() -> str:
@@ -321,7 +321,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rows moved": moved_table,
     "parts": parts_table,
     "prefetch-designs": designs_table,
-    "decode_prefetch": decode_table,
+    "decode_prefetch": lambda: decode_table("decode_prefetch"),
+    "decode_prefetch-few": lambda: decode_table("decode_prefetch-few"),
     "decode layer": layer_table,
     "index_scores": scores_table,
     "host_reads": gather_table,

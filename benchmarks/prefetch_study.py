@@ -15,6 +15,7 @@ that are learnt as the product's are. All but the first 20 steps count.
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from echokv.engine.engine import Engine
 from echokv.engine.offline import drive
 from echokv.engine.sampling_params import SamplingParams
 from echokv.indexer.indexer import Indexer, Selection
-from echokv.kernels.prefetch_args import PROBES, ROWS_FOR_A_USEFUL_ONE, USEFUL_ALPHA
+from echokv.kernels.prefetch_args import PROBES, RESTS, ROWS_FOR_A_USEFUL_ONE, USEFUL_ALPHA
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -166,13 +167,41 @@ PREDICTORS: dict[str, Callable[[list[float]], float]] = {
 }
 
 
+@dataclass
+class Learnt:
+    """What the product would have learnt of one layer of a request."""
+
+    useful: float | None = None  # rows a step, averaged
+    rests: int = 0  # steps without prediction that are left
+    since: int = 0  # step of the first k-th score that the prediction goes by
+
+    @property
+    def limit(self) -> int | None:
+        """Rows that may be fetched; None: no limit is known."""
+        return None if self.useful is None else PROBES + int(ROWS_FOR_A_USEFUL_ONE * self.useful)
+
+    def rest(self, step: int) -> bool:
+        """Whether it rests in a step; the k-th score of the last of these is where it goes on."""
+        if self.rests == 0:
+            return False
+        self.rests -= 1
+        self.since = step
+        return True
+
+    def learn(self, useful: int) -> None:
+        """After a step in which so many of the rows fetched were selected."""
+        before = useful if self.useful is None else self.useful
+        self.useful = USEFUL_ALPHA * before + (1 - USEFUL_ALPHA) * useful
+        self.rests = RESTS if self.limit == PROBES else 0
+
+
 def judge(slots: Ints, scores: Floats, topk: int, hit: float) -> dict[str, Any]:
     """What each predictor names in the pool that gives a hit rate."""
     capacity = capacity_for(slots, topk, hit)
     rng = np.random.default_rng(1)
     by_rank, steps, misses = np.zeros(slots.shape[3]), 0, []
     named = {name: np.zeros((len(WAYS), 2)) for name in PREDICTORS}  # useful, in vain
-    lately: dict[tuple[str, int, int], float] = {}  # useful rows, by predictor, layer and request
+    learnt: dict[tuple[str, int, int], Learnt] = {}  # by predictor, layer and request
     for layer, step, absent in absences(slots, topk, capacity):
         by_rank += absent.sum(axis=0)
         steps += absent.shape[0]
@@ -180,14 +209,19 @@ def judge(slots: Ints, scores: Floats, topk: int, hit: float) -> dict[str, Any]:
         for row in range(absent.shape[0]):
             past = scores[layer, :step, row, topk - 1].astype(float).tolist()
             for name, predict in PREDICTORS.items():
-                beating = scores[layer, step, row] >= predict(past)
-                ranks = np.flatnonzero(beating & absent[row])
-                order, key = rng.permutation(ranks), (name, layer, row)
-                limit = PROBES + int(ROWS_FOR_A_USEFUL_ONE * lately.get(key, float(topk)))
-                for at, taken in enumerate((ranks, order[: topk // 8], order[:limit])):
+                ranks = np.flatnonzero((scores[layer, step, row] >= predict(past)) & absent[row])
+                order = rng.permutation(ranks)
+                mine = learnt.setdefault((name, layer, row), Learnt())
+                if mine.rest(step):
+                    limited = ranks[:0]
+                else:
+                    prediction = predict(past[mine.since :])
+                    beating = np.flatnonzero((scores[layer, step, row] >= prediction) & absent[row])
+                    limited = rng.permutation(beating)[: mine.limit]
+                    mine.learn(int((limited < topk).sum()))
+                for at, taken in enumerate((ranks, order[: topk // 8], limited)):
                     useful = int((taken < topk).sum())
                     named[name][at] += (useful, taken.size - useful)
-                lately[key] = USEFUL_ALPHA * lately.get(key, useful) + (1 - USEFUL_ALPHA) * useful
     missing = float(by_rank[:topk].sum())
     return {
         "capacity": capacity,

@@ -17,7 +17,7 @@ from echokv.kernels.cuda import (
     topk,
     victims,
 )
-from echokv.kernels.cuda.launch import MAX_SHARED_BYTES
+from echokv.kernels.cuda.launch import BESIDE_SHARED_BYTES, CARVEOUT, MAX_SHARED_BYTES
 from echokv.kernels.cuda.layer import BLOCKS_PER_SM
 
 SOURCES = {
@@ -70,6 +70,19 @@ def test_fetch_listed_fits_an_sm_beside_those_that_score_and_select() -> None:
             used[kernel.name] = warps * 32 * (-(-kernel.registers // 8) * 8)
     for beside in ("prefetching_32", "prefetching_64", "quantise_query", "topk"):
         assert used["fetch_listed"] + used[beside] <= 65536 // 4
+
+
+@pytest.mark.parametrize("rows", [1, 13, 48, 64])
+@pytest.mark.parametrize("width", [4096, 32_768, 98_304, 131_072])
+def test_blocks_beside_fetch_listed_fit_the_shared_memory_of_an_sm(rows: int, width: int) -> None:
+    """As it is divided then, with a KiB more for each block: else the SM must be idle first."""
+    cluster = topk.cluster_size(rows, width, 132, topk.PORTABLE_CLUSTER)
+    chunk, cached, shared_bytes = topk.part_of_row(width, cluster, BESIDE_SHARED_BYTES)
+    listed, list_bytes = topk.list_of_row(width, chunk, 2048)
+    assert cached > 0 or chunk <= topk.HELD
+    assert listed > 0 and max(shared_bytes, list_bytes) <= BESIDE_SHARED_BYTES
+    assert index_scores.PREFETCHING_SHARED_BYTES <= BESIDE_SHARED_BYTES
+    assert BESIDE_SHARED_BYTES + 2 * 1024 <= CARVEOUT * 228 * 1024 // 100
 
 
 def test_index_scores_fit_the_shared_memory_of_a_block() -> None:

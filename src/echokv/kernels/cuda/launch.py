@@ -17,9 +17,12 @@ CAPABILITY = (9, 0)
 MAX_SHARED_BYTES = 227 * 1024
 """What one thread block can have on Hopper."""
 
-CARVEOUT = 100
-"""Of kernels that run beside each other: percent of an SM's memory that is shared memory, as far as
-it goes; the rest is L1. An SM must be idle before it can be divided anew."""
+CARVEOUT = 58
+"""Of kernels that run beside each other: percent of an SM's memory that is shared memory, 132 KB,
+which `index_scores` needs; the rest is L1. An SM must be idle before it can be divided anew."""
+
+BESIDE_SHARED_BYTES = 130 * 1024
+"""What a block of one of them can have without that; each block takes one KiB more for itself."""
 
 
 class Arguments(ctypes.Structure):

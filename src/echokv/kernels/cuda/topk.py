@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from echokv.kernels.checks import check_tensor
-from echokv.kernels.cuda.launch import MAX_SHARED_BYTES, Arguments, CudaModule, pointer
+from echokv.kernels.cuda.launch import (
+    BESIDE_SHARED_BYTES,
+    MAX_SHARED_BYTES,
+    Arguments,
+    CudaModule,
+    pointer,
+)
 from echokv.kernels.reference.topk import check_topk_args, check_topk_rows_args
 from echokv.memory.slots import BLOCK_TOKENS
 
@@ -94,8 +100,8 @@ def topk_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Positions, k-th scores, host slots and scores of the k best of each row of scores [T, W].
 
-    kth_scores, [T] float32, is where those go; None: somewhere new. A row's is written as soon as
-    it is known, before its positions, for whoever fetches rows beside.
+    kth_scores, [T] float32, is where those go; None: somewhere new. A row's is written when its
+    positions are, for whoever fetches rows beside.
     """
     check_topk_rows_args(scores, context_lens, k, request_rows, block_tables)
     shape, device = (scores.shape[0], k), scores.device
@@ -123,7 +129,8 @@ def _select(
     beside = kth_scores is not None  # where clusters of 16 blocks might find no place
     large = not beside and width >= _LONG_ROW and rows <= _large_clusters(device)
     cluster = cluster_size(rows, width, sms, MAX_CLUSTER if large else PORTABLE_CLUSTER)
-    chunk, cached, shared_bytes = part_of_row(width, cluster)
+    most_bytes = BESIDE_SHARED_BYTES if beside else MAX_SHARED_BYTES
+    chunk, cached, shared_bytes = part_of_row(width, cluster, most_bytes)
     listed, bytes_of_lists = list_of_row(width, chunk, k) if BY_LISTS else (0, 0)
     shared_bytes = max(shared_bytes, bytes_of_lists)
     arguments = TopkArguments(
@@ -195,11 +202,13 @@ def list_bytes(listed: int, chunk: int) -> int:
     return LIST_SHARED_BYTES + 4 * (3 * listed + 3 * -(-chunk // _LANES) + blocks)
 
 
-def part_of_row(width: int, cluster: int) -> tuple[int, int, int]:
+def part_of_row(
+    width: int, cluster: int, most_bytes: int = MAX_SHARED_BYTES
+) -> tuple[int, int, int]:
     """Scores of a block, how many it keeps, and the bytes of shared memory it needs for that."""
     chunk = -(-width // cluster)
     chunk = -(-chunk // 4) * 4
-    cached = min(chunk, (MAX_SHARED_BYTES - FIXED_SHARED_BYTES) // 16 * 4)
+    cached = min(chunk, (most_bytes - FIXED_SHARED_BYTES) // 16 * 4)
     if chunk <= HELD:
         cached = 0
     return chunk, cached, FIXED_SHARED_BYTES + 4 * cached
