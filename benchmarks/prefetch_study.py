@@ -195,6 +195,11 @@ class Learnt:
         self.rests = RESTS if self.limit == PROBES else 0
 
 
+def named_ranks(scores: Floats, absent: NDArray[np.bool_], threshold: float) -> NDArray[np.intp]:
+    """Ranks of a request's absent rows that reach a prediction, best first."""
+    return np.flatnonzero((scores >= threshold) & absent)
+
+
 def judge(slots: Ints, scores: Floats, topk: int, hit: float) -> dict[str, Any]:
     """What each predictor names in the pool that gives a hit rate."""
     capacity = capacity_for(slots, topk, hit)
@@ -209,15 +214,15 @@ def judge(slots: Ints, scores: Floats, topk: int, hit: float) -> dict[str, Any]:
         for row in range(absent.shape[0]):
             past = scores[layer, :step, row, topk - 1].astype(float).tolist()
             for name, predict in PREDICTORS.items():
-                ranks = np.flatnonzero((scores[layer, step, row] >= predict(past)) & absent[row])
+                here = (scores[layer, step, row], absent[row])
+                ranks = named_ranks(*here, predict(past))
                 order = rng.permutation(ranks)
                 mine = learnt.setdefault((name, layer, row), Learnt())
                 if mine.rest(step):
                     limited = ranks[:0]
                 else:
-                    prediction = predict(past[mine.since :])
-                    beating = np.flatnonzero((scores[layer, step, row] >= prediction) & absent[row])
-                    limited = rng.permutation(beating)[: mine.limit]
+                    limited = named_ranks(*here, predict(past[mine.since :]))
+                    limited = rng.permutation(limited)[: mine.limit]
                     mine.learn(int((limited < topk).sum()))
                 for at, taken in enumerate((ranks, order[: topk // 8], limited)):
                     useful = int((taken < topk).sum())

@@ -44,7 +44,6 @@ class ReadyLists:
         self._state = state
         self._host_pool = host_pool
         self._device_pool = device_pool
-        self._totals = totals
         device = state.priority.device
         self._cursors = torch.zeros((state.num_layers, CURSOR), dtype=torch.int32, device=device)
         self._barrier = torch.zeros(1, dtype=torch.int32, device=device)
@@ -127,7 +126,7 @@ class ReadyLists:
             ready=state.slot_buffer,
             cursor=self._cursors[index],
             barrier=self._barrier,
-            totals=self._totals[index],
+            totals=self._layers.totals[index],
             host_rows=self._host_pool.rows[index],
             device_rows=self._device_pool.rows[index],
         )

@@ -94,8 +94,7 @@ ENGINE_FLAGS = (
     Flag(
         names=("--prefetch",),
         field="prefetch",
-        help="move KV rows early, on predictions: auto (where whole steps were measured to gain:"
-        " nowhere yet), on or off",
+        help="move KV rows early, on predictions: auto (off so far), on or off",
     ),
     Flag(
         names=("--max-model-len",),
