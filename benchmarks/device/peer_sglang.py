@@ -7,8 +7,9 @@
 
 What is compiled is in sglang_kernels.py; the result says which sources. The kernel runs as SGLang's
 coordinator calls it: one block of 960 threads a request, 2048 picks against a hot buffer of 4096
-rows of 656 B. Ours has as many device slots in all, shared by the requests. Both read the same host
-rows. Rows are compared with host memory before anything is timed.
+rows of 656 B. Ours has as many device slots in all, shared by the requests. The same bytes are in
+host memory twice: managed for ours, and for theirs pinned, as SGLang has it, or managed too with
+`--their-memory managed`. Rows are compared with host memory before anything is timed.
 
     swap-in   each cache holds what the steps before left there; every step replaces a share of each
               request's picks by rows that left both caches long ago
@@ -16,9 +17,10 @@ rows. Rows are compared with host memory before anything is timed.
     segment   index scores, top-k and residency, ours with prefetch too: peer_segment.py
 
 Times are a layer's share of a CUDA graph over four layers, medians of replays in turn; before each,
-L2 is overwritten and 4 GiB of other host memory are touched, as other layers do. Our `begin_step`,
-one for all layers of a decode step, comes before the clock starts; "begin_step too" has it inside,
-a quarter of it a layer where a 61st would do. Needs tvm_ffi, and deep_gemm but for the swap-in.
+L2 is overwritten and 4 GiB of other host memory of each kind are read, as other layers do. Our
+`begin_step`, one for all layers of a decode step, comes before the clock starts; "begin_step too"
+has it inside, a quarter of it a layer where a 61st would do. Needs tvm_ffi, and deep_gemm but for
+the swap-in.
 """
 
 import argparse
@@ -46,7 +48,7 @@ from turns import Others, in_turns  # benchmarks/device/turns.py
 
 from echokv.bench.report import environment
 from echokv.cache.manager import CacheManager
-from echokv.memory.pools import DevicePool
+from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 
 LAYERS = 4
@@ -80,15 +82,16 @@ class SwapIn:
     """Both caches of one shape, over the host rows of a world, and what is timed on them."""
 
     def __init__(
-        self, swap_in: Callable[..., None], world: ahead.World, batch: int, context: int
-    ) -> None:
+        self, swap_in: Callable[..., None], world: ahead.World, their_rows: Tensor, batch: int,
+        context: int,
+    ) -> None:  # fmt: skip
         device = world.device
         self.batch, self.context, self.host = batch, context, world.host
         self.picks = Picks(batch, context, device)
         pool = DevicePool(LAYERS, batch * HOT, ROW, device)
         self.ours = CacheManager(world.kernels, self.host, pool)
         host_slots = torch.arange(batch * context, device=device).view(batch, context)
-        self.theirs = HiSparse(swap_in, self.host.rows, host_slots)
+        self.theirs = HiSparse(swap_in, their_rows, host_slots)
         self.scores = torch.randn(batch, K, device=device)
 
     def prepare(self, new: int) -> None:
@@ -186,8 +189,9 @@ def measure_topk(
 
 
 def measure_segment(
-    modules: dict[str, Any], case: Case, others: Others, repeats: int, rounds: int
-) -> list[dict[str, Any]]:
+    modules: dict[str, Any], case: Case, their_rows: Tensor, others: Others, repeats: int,
+    rounds: int,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Top-k alone, then the segment with the faster of SGLang's."""
     world = case.world
     kernels = sglang_kernels.topk_kernels(modules, case.batch.context_lens)
@@ -196,7 +200,7 @@ def measure_segment(
     logits = DeepGemmLogits(case)
     alone = measure_topk(case, logits, kernels, others, repeats)
     fastest = min(kernels, key=lambda name: alone["us"][name]["median"])
-    cache = HiSparse(modules["swap"].swap_in, world.host.rows, case.host_slots)
+    cache = HiSparse(modules["swap"].swap_in, their_rows, case.host_slots)
     peer = Peer(case, logits, kernels[fastest], cache)
     found = measure(case, peer, others, SEGMENT_MISSING, rounds)
     return [alone, *(row | {"topk": fastest} for row in found)]
@@ -215,6 +219,9 @@ def main() -> int:
     parser.add_argument(
         "--build-only", action="store_true", help="compile SGLang's kernels, no GPU"
     )
+    parser.add_argument(
+        "--their-memory", choices=("pinned", "managed"), default="pinned", help="SGLang's host rows"
+    )
     parser.add_argument("--no-segment", action="store_true", help="without scores and top-k")
     options = parser.parse_args()
     sglang_kernels.build(options.sources)
@@ -229,6 +236,7 @@ def main() -> int:
             "sources_sha256": (options.sources / "sha256").read_text(),
         },
         "layers": LAYERS,
+        "their_memory": options.their_memory,
         "timings": [],
     }
     start, failed, others = time.perf_counter(), False, Others(ROW)
@@ -239,7 +247,10 @@ def main() -> int:
         )  # fmt: skip
         world = ahead.World(sizes, "cuda", "fp8_ds_mla", torch.device("cuda"))
         gib = LAYERS * batch * context * ROW / 2**30
-        shape = SwapIn(modules["swap"].swap_in, world, batch, context)
+        layers, slots, row_bytes = world.host.rows.shape
+        theirs = HostPool(layers, slots, row_bytes, world.device, options.their_memory)
+        theirs.rows.copy_(world.host.rows)
+        shape = SwapIn(modules["swap"].swap_in, world, theirs.rows, batch, context)
         failed |= not shape.check_all()
         print(f"{batch} x {context}, host rows of {gib:.2f} GiB, swap-in checked"
               f" after {time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
@@ -247,10 +258,13 @@ def main() -> int:
             timings = shape.measure(others, options.repeats)
             if not options.no_segment:
                 case = Case(world, batch, context)
-                timings += measure_segment(modules, case, others, options.repeats, options.rounds)
+                timings += measure_segment(
+                    modules, case, theirs.rows, others, options.repeats, options.rounds
+                )
             report["timings"] += [row | {"host_gib": gib} for row in timings]
             options.out.write_text(json.dumps(report, indent=1) + "\n")
         print(f"{time.perf_counter() - start:.0f} s", flush=True)
+        theirs.close()
         world.host.close()
     return 1 if failed else 0
 

@@ -13,6 +13,9 @@ import cache as common  # benchmarks/device/cache.py
 from echokv.kernels.cuda import recall
 from echokv.memory.pools import HostPool
 
+STEPS = {"pinned": 2**17, "managed": 2**21}
+"""Bytes of host memory that a GPU maps as one page, by kind of memory."""
+
 
 class Others:
     """What the other layers of a model leave behind: an L2 cache and translations of theirs.
@@ -24,17 +27,24 @@ class Others:
     def __init__(self, row_bytes: int) -> None:
         device = torch.device("cuda")
         self._bytes = torch.empty(2**28, dtype=torch.uint8, device=device)
-        self._host = HostPool(1, 2**32 // row_bytes // 64 * 64, row_bytes, device)
-        rows = torch.arange(0, self._host.rows.shape[1], 2**21 // row_bytes, device=device)
-        self._sources = rows.int()
-        self._targets = torch.arange(len(rows), device=device).int()
-        self._count = torch.tensor([len(rows)], dtype=torch.int32, device=device)
-        self._landed = torch.empty((len(rows), row_bytes), dtype=torch.uint8, device=device)
+        self._row_bytes = row_bytes
+        # By kind of memory, how much of it a GPU's translation covers (performance.md).
+        self._reads = [self._read_of(kind, step) for kind, step in STEPS.items()]
+
+    def _read_of(self, kind: str, step: int) -> Callable[[], None]:
+        slots = 2**32 // self._row_bytes // 64 * 64
+        host = HostPool(1, slots, self._row_bytes, self._bytes.device, kind)
+        sources = torch.arange(0, slots, step // self._row_bytes, device=self._bytes.device).int()
+        count = torch.tensor([len(sources)], dtype=torch.int32, device=sources.device)
+        targets = torch.arange(len(sources), device=sources.device).int()
+        landed = self._bytes[: len(sources) * self._row_bytes].view(-1, self._row_bytes)
+        return lambda: recall.recall(sources, count, targets, host.rows[0], landed)
 
     def __call__(self) -> None:
-        """Overwrite L2, and read from every page of 4 GiB of host memory."""
+        """Overwrite L2, and read from every page of 4 GiB of host memory of each kind."""
         self._bytes.zero_()
-        recall.recall(self._sources, self._count, self._targets, self._host.rows[0], self._landed)
+        for read in self._reads:
+            read()
 
 
 def order(names: Iterable[str], round_: int) -> list[str]:

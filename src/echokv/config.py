@@ -258,6 +258,7 @@ class EngineConfig:
     gemm_kernel: str = "auto"  # with fp8 weights: a name of kernels.libraries.GEMM_KERNELS
     indexer_kernel: str = "auto"  # a name of kernels.libraries.INDEXER_KERNELS
     host_pool_gib: float | None = None  # host pool, GiB per engine
+    host_memory: str = "auto"  # of the host pool, for a GPU: auto, managed or pinned
     device_pool_tokens: int | None = None  # device pool, rows a layer
     offload: bool = True  # False: every row in HBM, no host pool (--no-offload)
     prefetch: str = "auto"  # rows move on predictions, before they are selected: auto, on or off

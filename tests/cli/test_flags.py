@@ -48,6 +48,7 @@ ENGINE_CASES: list[tuple[list[str], dict[str, Any]]] = [
     (["--kv-cache-dtype", "fp8_ds_mla"], {"kv_cache_dtype": "fp8_ds_mla"}),
     (["--index-key-dtype", "fp8"], {"index_key_dtype": "fp8"}),
     (["--host-pool-gib", "1.5"], {"host_pool_gib": 1.5}),
+    (["--host-memory", "pinned"], {"host_memory": "pinned"}),
     (["--device-pool-tokens", "640"], {"device_pool_tokens": 640}),
     (["--no-offload"], {"offload": False}),
     (["--prefetch", "on"], {"prefetch": "on"}),

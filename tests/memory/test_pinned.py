@@ -7,14 +7,10 @@ import pytest
 import torch
 
 from echokv.errors import CapacityError
-from echokv.memory import pinned
+from echokv.memory import host_pages, pinned
 from echokv.memory.host_memory import HostMemory, online_numa_nodes, require_host_bytes
-from echokv.memory.pinned import (
-    PinnedBuffer,
-    copy_in,
-    interleave_over_numa_nodes,
-    within_chunks,
-)
+from echokv.memory.host_pages import interleave_over_numa_nodes
+from echokv.memory.pinned import PinnedBuffer, copy_in, within_chunks
 
 PAGE = mmap.PAGESIZE
 
@@ -98,7 +94,7 @@ def test_a_range_is_cut_at_multiples_of_a_chunk() -> None:
 
 def test_the_default_chunk_is_64_gib() -> None:
     assert pinned.REGISTER_CHUNK_BYTES == 64 * 2**30
-    assert list(pinned._chunks(130 * 2**30, pinned.REGISTER_CHUNK_BYTES)) == [
+    assert list(host_pages.chunks(130 * 2**30, pinned.REGISTER_CHUNK_BYTES)) == [
         (0, 64 * 2**30),
         (64 * 2**30, 64 * 2**30),
         (128 * 2**30, 2 * 2**30),
@@ -106,7 +102,7 @@ def test_the_default_chunk_is_64_gib() -> None:
 
 
 def test_memory_is_touched_in_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "TOUCH_CHUNK_BYTES", PAGE)
+    monkeypatch.setattr(host_pages, "TOUCH_CHUNK_BYTES", PAGE)
     one = buffer(33 * PAGE + 3, FakeRegistrar())
     assert not one.tensor.any()
     one.tensor.fill_(9)
@@ -150,11 +146,11 @@ def test_the_mbind_system_call_itself() -> None:
     """Interleaving over the one node there is must be accepted, a missing node refused."""
     one = buffer(8 * PAGE, FakeRegistrar())
     try:
-        pinned._mbind(one.tensor.data_ptr(), 8 * PAGE, 3, [online_numa_nodes()[0]])
+        host_pages._mbind(one.tensor.data_ptr(), 8 * PAGE, 3, [online_numa_nodes()[0]])
     except OSError as error:
         pytest.skip(f"this kernel or container refuses mbind: {error}")
     with pytest.raises(OSError, match="nvalid"):
-        pinned._mbind(one.tensor.data_ptr(), 8 * PAGE, 3, [1000])
+        host_pages._mbind(one.tensor.data_ptr(), 8 * PAGE, 3, [1000])
     one.close()
 
 

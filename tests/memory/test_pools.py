@@ -33,24 +33,6 @@ def test_host_pool_is_whole_blocks() -> None:
         HostPool(1, 100, 656, CPU)
 
 
-def test_host_pool_registers_exactly_its_bytes() -> None:
-    registered: list[int] = []
-
-    class Registrar:
-        def register(self, address: int, nbytes: int) -> None:
-            registered.append(nbytes)
-
-        def unregister(self, address: int) -> None:
-            registered.pop()
-
-    host = HostPool(2, 192, 656, CPU, registrar=Registrar())
-    assert registered == [2 * 192 * 656]
-    assert host.rows.shape == (2, 192, 656)
-    host.rows.fill_(7)
-    host.close()
-    assert registered == []
-
-
 def test_a_host_pool_may_lie_in_memory_that_outlives_it() -> None:
     memory = torch.full((2 * 128 * 656 + 5,), 7, dtype=torch.uint8)
     host = HostPool(2, 128, 656, CPU, memory=memory)

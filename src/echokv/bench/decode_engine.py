@@ -120,7 +120,7 @@ class PoolSizes:
 
 
 class SharedRows:
-    """Registered host memory full of random rows, for the host pools of one engine after another.
+    """Host memory full of random rows, for the host pools of one engine after another.
 
     A row lies at a multiple of its size whatever the number of slots, so what fills the memory for
     one pool is whole rows to the next.
@@ -131,14 +131,15 @@ class SharedRows:
 
     Attributes:
         memory: [bytes] uint8.
-        seconds: what mapping, touching and registering it took.
+        seconds: what it took to get that memory.
     """
 
     def __init__(self, loaded: LoadedModel, tokens: int) -> None:
         row, layers = loaded.row_format, loaded.config.num_hidden_layers
         start = time.perf_counter()
         # A pool of one layer as long as all of them.
-        self._pool = HostPool(1, tokens * layers, row.row_bytes, loaded.device)
+        kind = loaded.engine_config.host_memory
+        self._pool = HostPool(1, tokens * layers, row.row_bytes, loaded.device, kind)
         self.seconds = time.perf_counter() - start
         self.memory = self._pool.rows.flatten()
         seed = loaded.engine_config.seed
@@ -267,6 +268,7 @@ def engine_config(loaded: LoadedModel, sizes: PoolSizes) -> EngineConfig:
         loaded.engine_config,
         offload=sizes.offload,
         host_pool_gib=(host_bytes + 0.5) / 2**30 if sizes.offload else None,
+        host_memory=loaded.engine_config.host_memory if sizes.offload else "auto",
         device_pool_tokens=sizes.device_tokens,
         max_num_seqs=sizes.batch,
         max_num_batched_tokens=max(sizes.batch, BLOCK_TOKENS),

@@ -79,6 +79,11 @@ ENGINE_FLAGS = (
         help="host memory for KV rows, in GiB per engine, all layers together",
     ),
     Flag(
+        names=("--host-memory",),
+        field="host_memory",
+        help="how a GPU reads the host pool: auto, managed (large pages) or pinned (small ones)",
+    ),
+    Flag(
         names=("--device-pool-tokens",),
         field="device_pool_tokens",
         parse=int,

@@ -54,7 +54,7 @@ class EngineHooks:
     prefetch_budget: PrefetchBudget | None = None  # None: the product's
     model: DeepseekV32 | None = None  # ready on its device: neither planned nor loaded
     graph_shapes: GraphShapes | None = None  # decode steps to capture; None: the product's
-    host_memory: torch.Tensor | None = None  # registered, for the host pool; None: its own
+    host_memory: torch.Tensor | None = None  # another pool's, to lie in; None: its own
 
 
 NO_HOOKS = EngineHooks()
@@ -214,8 +214,9 @@ def _cache(decided: _Decided) -> tuple[HostPool | None, KVCache]:
         resident = ResidentCache(kernels, device_pool)
         plan.verify({"metadata": resident.metadata_bytes})
         return None, resident
-    memory = decided.hooks.host_memory
-    host_pool = HostPool(layers, plan.host_slots, row_bytes, device, memory=memory)
+    host_pool = HostPool(
+        layers, plan.host_slots, row_bytes, device, config.host_memory, decided.hooks.host_memory
+    )
     plan.verify({"host pool": host_pool.rows.nbytes})
     policy = decided.hooks.policy(kernels) if decided.hooks.policy else None
     manager = CacheManager(kernels, host_pool, device_pool, policy)

@@ -9,6 +9,7 @@ from echokv.errors import ConfigError
 from echokv.kernels.prefetch_args import FUSED_HEAD_DIM, FUSED_HEADS
 from echokv.kernels.registry import auto_backend
 from echokv.memory.formats import FP8_GROUP
+from echokv.memory.pools import host_memory_kind
 
 _DTYPES = ("float32", "bfloat16")
 _FP8_CAPABILITY = (8, 9)
@@ -39,6 +40,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         index_key_dtype=index_key_dtype,
+        host_memory=_host_memory(config, device),
         prefetch=_prefetch(
             config,
             PREFETCH_PAYS and moves_rows_while_scoring(config, model, backend, index_key_dtype),
@@ -139,6 +141,16 @@ def _prefetch(config: EngineConfig, pays: bool) -> str:
     if config.prefetch != "auto":
         return config.prefetch
     return "on" if config.offload and pays else "off"
+
+
+def _host_memory(config: EngineConfig, device: str) -> str:
+    if not config.offload and config.host_memory != "auto":
+        raise ConfigError(
+            f"--host-memory {config.host_memory} contradicts --no-offload, which has no host pool"
+        )
+    if not config.offload or device == "cpu":
+        return config.host_memory
+    return host_memory_kind(config.host_memory, torch.device(device))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

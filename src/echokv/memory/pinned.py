@@ -5,12 +5,8 @@ the host pool maps its memory itself: anonymous huge pages, spread over NUMA nod
 several threads, then registered with CUDA in chunks.
 """
 
-import ctypes
 import mmap
-import os
-import platform
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -19,19 +15,14 @@ from torch import Tensor
 from echokv.errors import CapacityError
 from echokv.log import get_logger, progress
 from echokv.memory.host_memory import online_numa_nodes, require_host_bytes
+from echokv.memory.host_pages import chunks, interleave_over_numa_nodes, touch
 
 logger = get_logger(__name__)
 
 REGISTER_CHUNK_BYTES = 64 * 2**30
 """Most bytes of one registration; recent drivers refuse one range of 512 GiB or more."""
 
-TOUCH_CHUNK_BYTES = 256 * 2**20
-"""Bytes that one thread touches at a time; the progress bar moves in these."""
-
-_MAX_TOUCH_THREADS = 32
 _GIB = 2**30
-_MPOL_INTERLEAVE = 3
-_MBIND_SYSCALL = {"x86_64": 237, "aarch64": 235}
 
 
 class Registrar(Protocol):
@@ -97,13 +88,13 @@ class PinnedBuffer:
         self._registered: list[int] = []
         self.tensor = _map_anonymous(nbytes, what, flag)
         interleave_over_numa_nodes(self.tensor.data_ptr(), nbytes, online_numa_nodes())
-        _touch(self.tensor, what)
+        touch(self.tensor, what)
         self._register(register_chunk_bytes, what, flag)
 
     def _register(self, chunk_bytes: int, what: str, flag: str) -> None:
         base, nbytes = self.tensor.data_ptr(), self.tensor.numel()
-        chunks = list(_chunks(nbytes, chunk_bytes))
-        for start, size in progress(chunks, total=len(chunks), what=f"registering {what}"):
+        pieces = list(chunks(nbytes, chunk_bytes))
+        for start, size in progress(pieces, total=len(pieces), what=f"registering {what}"):
             try:
                 self._registrar.register(base + start, size)
             except RuntimeError as error:
@@ -114,7 +105,7 @@ class PinnedBuffer:
                     f" (ulimit -l) or lower {flag}"
                 ) from error
             self._registered.append(base + start)
-        logger.info("%s: %.2f GiB registered in %d chunks", what, nbytes / _GIB, len(chunks))
+        logger.info("%s: %.2f GiB registered in %d chunks", what, nbytes / _GIB, len(pieces))
 
     def close(self) -> None:
         """Unregister and let go of the memory; safe to call twice."""
@@ -151,11 +142,6 @@ def within_chunks(start: int, stop: int, chunk_bytes: int) -> Iterator[tuple[int
         start = end
 
 
-def _chunks(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, nbytes, chunk_bytes):
-        yield start, min(chunk_bytes, nbytes - start)
-
-
 def _map_anonymous(nbytes: int, what: str, flag: str) -> Tensor:
     """Fresh zero pages, huge where the kernel can; freed when the last view of the tensor goes."""
     try:
@@ -169,68 +155,3 @@ def _map_anonymous(nbytes: int, what: str, flag: str) -> Tensor:
     except OSError as error:  # a kernel without huge pages: slower to touch, not wrong
         logger.warning("%s: no huge pages: %s", what, error)
     return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def _touch(tensor: Tensor, what: str) -> None:
-    """Fault every page in, in parallel: ctypes calls run without the interpreter lock."""
-    base, chunks = tensor.data_ptr(), list(_chunks(tensor.numel(), TOUCH_CHUNK_BYTES))
-
-    def touch(chunk: tuple[int, int]) -> None:
-        ctypes.memset(base + chunk[0], 0, chunk[1])
-
-    threads = min(_MAX_TOUCH_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads) as pool:
-        done = pool.map(touch, chunks)
-        for _ in progress(done, total=len(chunks), what=f"touching {what}", unit="chunk"):
-            continue
-
-
-def interleave_over_numa_nodes(
-    address: int,
-    nbytes: int,
-    nodes: list[int],
-    mbind: Callable[[int, int, int, list[int]], None] | None = None,
-) -> None:
-    """Spread untouched pages evenly over NUMA nodes; does nothing when there is only one.
-
-    One node's memory would otherwise fill up, or one socket's link carry every transfer. A kernel
-    that refuses is logged: placement is a matter of speed only.
-
-    Args:
-        address: page-aligned start.
-        nbytes: size of the range.
-        nodes: nodes that have memory.
-        mbind: stands in for the system call in tests: address, nbytes, policy, nodes.
-    """
-    if len(nodes) < 2:
-        logger.info("host memory: one NUMA node, nothing to spread")
-        return
-    try:
-        (mbind or _mbind)(address, nbytes, _MPOL_INTERLEAVE, nodes)
-    except OSError as error:
-        logger.warning("host memory: not spread over NUMA nodes %s: %s", nodes, error)
-    else:
-        logger.info("host memory: spread over NUMA nodes %s", nodes)
-
-
-def _mbind(address: int, nbytes: int, policy: int, nodes: list[int]) -> None:
-    """The mbind system call (man 2 mbind); raises OSError when it fails."""
-    number = _MBIND_SYSCALL.get(platform.machine())
-    if number is None:
-        raise OSError(f"mbind's number on {platform.machine()} is unknown")
-    words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
-    for node in nodes:
-        words[node // 64] |= 1 << (node % 64)
-    libc = ctypes.CDLL(None, use_errno=True)
-    status = libc.syscall(
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(nbytes),
-        ctypes.c_int(policy),
-        words,
-        ctypes.c_ulong(64 * len(words) + 1),
-        ctypes.c_uint(0),
-    )
-    if status:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))

@@ -6,10 +6,14 @@ Know sizes and where the memory is; what the bytes mean is `memory.formats` and 
 import torch
 from torch import Tensor
 
-from echokv.errors import CapacityError
+from echokv.errors import CapacityError, ConfigError
+from echokv.log import get_logger
 from echokv.memory.host_memory import require_host_bytes
-from echokv.memory.pinned import PinnedBuffer, Registrar
+from echokv.memory.managed import CudaManagedDriver, ManagedBuffer, managed_refusal
+from echokv.memory.pinned import PinnedBuffer
 from echokv.memory.slots import BLOCK_TOKENS
+
+logger = get_logger(__name__)
 
 _GIB = 2**30
 
@@ -71,9 +75,9 @@ class HostPool:
         num_layers: L.
         num_slots: N_H, a multiple of 64.
         row_bytes: bytes a row.
-        device: the device that uses it; plain memory for a CPU, registered memory for a GPU.
-        registrar: stands in for CUDA's registration in tests.
-        memory: [bytes] uint8, registered memory to lie in, which outlives the pool; None: its own.
+        device: the device that uses it; a CPU gets plain memory.
+        kind: of a GPU's memory: managed, pinned, or auto, which is managed where the GPU can.
+        memory: [bytes] uint8, of another pool, to lie in, which outlives this one; None: its own.
 
     Attributes:
         rows: [L, N_H, row_bytes] uint8 on the CPU, zeroed; in `memory`, as that is.
@@ -88,24 +92,22 @@ class HostPool:
         num_slots: int,
         row_bytes: int,
         device: torch.device,
-        registrar: Registrar | None = None,
+        kind: str = "auto",
         memory: Tensor | None = None,
     ) -> None:
         assert num_slots % BLOCK_TOKENS == 0, f"{num_slots} host slots are not whole blocks"
         self.num_slots = num_slots
         shape = (num_layers, num_slots, row_bytes)
         nbytes = num_layers * num_slots * row_bytes
-        self._buffer: PinnedBuffer | None = None
+        self._buffer: ManagedBuffer | PinnedBuffer | None = None
         if memory is not None:
             assert memory.numel() >= nbytes, f"{memory.numel()} bytes don't hold {nbytes}"
             self.rows = memory[:nbytes].view(shape)
-        elif device.type == "cpu" and registrar is None:
+        elif device.type == "cpu":
             require_host_bytes(nbytes, what="host pool", flag="--host-pool-gib")
             self.rows = torch.zeros(shape, dtype=torch.uint8)
         else:
-            self._buffer = PinnedBuffer(
-                nbytes, what="host pool", flag="--host-pool-gib", registrar=registrar
-            )
+            self._buffer = _host_buffer(nbytes, device, kind)
             self.rows = self._buffer.tensor.view(shape)
 
     def close(self) -> None:
@@ -113,6 +115,36 @@ class HostPool:
         self.rows = torch.empty((0, 0, 0), dtype=torch.uint8)
         if self._buffer is not None:
             self._buffer.close()
+
+
+def host_memory_kind(kind: str, device: torch.device) -> str:
+    """What auto means for a GPU's host memory: managed where it can be, else pinned.
+
+    Args:
+        kind: auto, managed or pinned.
+        device: the GPU.
+
+    Raises:
+        ConfigError: managed memory was asked for and can't be, with the reason; or no such kind.
+    """
+    if kind not in ("auto", "managed", "pinned"):
+        raise ConfigError(f"--host-memory {kind!r} is not one of auto, managed, pinned")
+    if kind == "pinned":
+        return kind
+    refusal = managed_refusal(device)
+    if refusal is None:
+        return "managed"
+    if kind == "managed":
+        raise ConfigError(f"--host-memory managed: {refusal}; take auto or pinned")
+    logger.warning("host memory is pinned, from which rows come half as fast: %s", refusal)
+    return "pinned"
+
+
+def _host_buffer(nbytes: int, device: torch.device, kind: str) -> ManagedBuffer | PinnedBuffer:
+    what, flag = "host pool", "--host-pool-gib"
+    if host_memory_kind(kind, device) == "pinned":
+        return PinnedBuffer(nbytes, what=what, flag=flag)
+    return ManagedBuffer(nbytes, what=what, flag=flag, driver=CudaManagedDriver(device))
 
 
 def _zeros(shape: tuple[int, int, int], device: torch.device, what: str, flag: str) -> Tensor:

@@ -30,7 +30,7 @@ class Arguments(ctypes.Structure):
 
 
 def pointer(tensor: torch.Tensor) -> int:
-    """The address that a kernel gets; host memory must be pinned or registered."""
+    """The address that a kernel gets; host memory must be one that it can read."""
     return tensor.data_ptr()
 
 
