@@ -2,12 +2,15 @@
 
     python benchmarks/device/host_reads.py --out host_reads.json
 
-A bare gather, one warp a row, in graphs of eight launches of other random rows each, after the L2
-cache was overwritten: by kind of memory (what `HostPool` does; the same in pages of 4 KiB;
-cudaHostAlloc; the driver's own memory on the host), by launch, by the stretch of memory that rows
-come from, and over several layers' stretches in turn, in random or ascending order; and after one
-word of each 2 MiB was read, hidden behind other work. HBM stands beside them for what the kernel
-itself costs.
+A bare gather, one warp a row, in graphs of eight launches, after the L2 cache was overwritten.
+Every launch of every replay has rows of its own: what was read a moment ago comes faster.
+
+    kinds    what `HostPool` takes (managed) and took before (pinned); the latter in pages of 4 KiB;
+             cudaHostAlloc; the driver's own memory on the host; and HBM, for the kernel itself
+    spans    how much memory the rows come from
+    windows  rows of 512 B, eight from one aligned stretch of so many bytes: as long as that is one
+             page to the GPU, seven of the eight share the first one's translation
+    beside   a gather and a read of HBM, one after the other and together
 """
 
 import argparse
@@ -17,7 +20,7 @@ import mmap
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,15 @@ from typing import Any
 import torch
 
 from echokv.bench.report import environment
+from echokv.memory.managed import CudaManagedDriver, ManagedBuffer
 from echokv.memory.pinned import PinnedBuffer
 
 MIB, GIB = 2**20, 2**30
 LAUNCHES = 8
 REPLAYS = 7
-LAYER_BYTES = 1_800_000 * 656
+COUNTS = (512, 2665, 16_384)
+WINDOWS = (4096, 2**16, 2**17, 2**18, 2**19, 2**20, 2**21, 2**22, 2**23)
+TOGETHER = 8  # rows of a window
 SOURCE = r"""
 struct Words { unsigned x, y, z, w; };
 extern "C" __global__ __launch_bounds__(1024) void gather(
@@ -54,16 +60,6 @@ extern "C" __global__ __launch_bounds__(1024) void gather(
   }
 }
 
-extern "C" __global__ void touch(const char* host, long long span, long long step, int* out) {
-  int sum = 0;
-  for (long long at = (blockIdx.x * blockDim.x + threadIdx.x) * step; at < span;
-       at += (long long)gridDim.x * blockDim.x * step) {
-    int word;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(host + at));
-    sum += word;
-  }
-  if (sum == 0x7fffffff) *out = 1;
-}
 extern "C" __global__ void read_hbm(const int4* data, long long count, int* out) {
   int sum = 0;
   for (long long at = blockIdx.x * blockDim.x + threadIdx.x; at < count;
@@ -100,111 +96,68 @@ class Bench:
 
     def __init__(self) -> None:
         torch.zeros(1, device="cuda")
-        self.gather, self.touch, self.read_hbm = load_kernels("gather", "touch", "read_hbm")
+        self.gather, self.read_hbm = load_kernels("gather", "read_hbm")
         self.slots = 200_000
         self.pool = torch.empty(self.slots * 1152, dtype=torch.uint8, device="cuda")
         self.flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
         self.work = torch.randint(0, 255, (160 * MIB,), dtype=torch.uint8, device="cuda")
         self.unused = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.results: list[dict[str, Any]] = []
-        self.touched: list[dict[str, Any]] = []
+        self.beside: list[dict[str, Any]] = []
 
     def note(
-        self,
-        kind: str,
-        base: int,
-        span: int,
-        rows: int,
-        *,
-        row_bytes: int = 656,
-        blocks: int = 132,
-        threads: int = 512,
-        run: int = 1,
-        layers: int = 1,
-        ascending: bool = False,
-    ) -> float:
+        self, kind: str, base: int, span: int, rows: int, *, row_bytes: int = 656,
+        blocks: int = 132, threads: int = 512, window: int | None = None,
+    ) -> float:  # fmt: skip
         """Microseconds of one gather of so many rows; kept with its case.
 
         Args:
             kind: name of the memory.
             base: its address.
-            span: bytes that rows come from; with layers, of each in turn, one after the other.
-            rows: rows a launch.
-            row_bytes: bytes a row.
+            span: bytes that rows come from.
+            rows: rows a launch, a multiple of TOGETHER with a window.
+            row_bytes: bytes a row; divides the window.
             blocks: of a launch.
             threads: of a block.
-            run: neighbouring rows that come together.
-            layers: stretches that launches take turns in.
-            ascending: in the order of addresses, not at random.
+            window: bytes of a stretch that TOGETHER rows come from; None: each on its own.
         """
-        sources, targets = self._draw(span, rows, row_bytes, run, ascending)
+        rows_of = Rows(self, span, rows, row_bytes, window)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for index in range(LAUNCHES):
-                here = base + index % layers * span
-                self._launch(here, sources[index], targets[index], row_bytes, blocks, threads)
-        taken = self._time(graph)
+            for sources, targets in rows_of.each():
+                self._launch(base, sources, targets, row_bytes, blocks, threads)
+        taken = self._time(graph, rows_of.draw)
         self.results.append({
             "kind": kind, "span": span, "rows": rows, "row_bytes": row_bytes, "blocks": blocks,
-            "threads": threads, "run": run, "layers": layers, "ascending": ascending, "us": taken,
+            "threads": threads, "window": window, "us": taken,
             "GB_per_s": rows * row_bytes / taken / 1e3,
         })  # fmt: skip
         return taken
 
-    def note_touched(self, base: int, span: int, rows: int, layers: int) -> tuple[float, ...]:
-        """Microseconds a gather takes behind a read of HBM: as it is, and with pages touched.
+    def note_beside(self, kind: str, base: int, span: int, rows: int) -> dict[str, float]:
+        """Microseconds of a gather, of a read of HBM, and of both at once; kept."""
+        rows_of, side = Rows(self, span, rows, 656, None), torch.cuda.Stream()
+        count = ctypes.c_longlong(self.work.numel() // 16)
 
-        One word of each 2 MiB that rows may come from is read beside the read of HBM, on another
-        stream. Layers lie LAYER_BYTES apart, and rows come from the first `span` bytes of each:
-        others in every replay, as those of a decode step are.
-        """
-        drawn = [self._draw(span, rows, 656, 1, False) for _ in range(REPLAYS)]
-        sources, targets = (one.clone() for one in drawn[0])
-
-        def draw(number: int) -> None:
-            for tensor, new in zip((sources, targets), drawn[number], strict=True):
-                tensor.copy_(new)
-
-        side, main = torch.cuda.Stream(), torch.cuda.current_stream
-
-        def replay(touch: bool, gather: bool) -> float:
+        def replay(gather: bool, read: bool) -> float:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                for index in range(LAUNCHES):
-                    here = base + index % layers * LAYER_BYTES
-                    if touch:
-                        side.wait_stream(main())
-                        with torch.cuda.stream(side):
-                            values = (ctypes.c_longlong(span), ctypes.c_longlong(2 * MIB))
-                            self._call(self.touch, 18, 32, here, *values, self.unused)
-                    count = ctypes.c_longlong(self.work.numel() // 16)
-                    self._call(self.read_hbm, 128, 512, self.work, count, self.unused)
-                    if touch:
-                        main().wait_stream(side)
+                for sources, targets in rows_of.each():
+                    main = torch.cuda.current_stream()
+                    side.wait_stream(main)
                     if gather:
-                        self._launch(here, sources[index], targets[index], 656, 132, 512)
-            return self._time(graph, draw)
+                        self._launch(base, sources, targets, 656, 33, 512)
+                    with torch.cuda.stream(side):
+                        if read:
+                            self._call(self.read_hbm, 264, 512, self.work, count, self.unused)
+                    main.wait_stream(side)
+            return self._time(graph, rows_of.draw)
 
-        alone = replay(False, False)
-        taken = (replay(False, True) - alone, replay(True, True) - alone)
-        self.touched.append({
-            "span": span, "rows": rows, "layers": layers, "us": taken[0], "touched_us": taken[1],
-        })  # fmt: skip
+        taken = {
+            "gather": replay(True, False), "read": replay(False, True), "both": replay(True, True),
+        }  # fmt: skip
+        self.beside.append({"kind": kind, "span": span, "rows": rows, "us": taken})
         return taken
-
-    def _draw(
-        self, span: int, rows: int, row_bytes: int, run: int, ascending: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows to read and where to put them, [LAUNCHES, rows] int32 each."""
-        starts = torch.randint(
-            0, span // row_bytes - run, (LAUNCHES, -(-rows // run)), device="cuda"
-        )
-        sources = (starts[:, :, None] + torch.arange(run, device="cuda")).flatten(1)[:, :rows]
-        if ascending:
-            sources = sources.sort(dim=1).values
-        order = torch.rand(LAUNCHES, self.slots, device="cuda").argsort(dim=1)
-        targets = order[:, :rows].to(torch.int32).contiguous()
-        return sources.to(torch.int32).contiguous(), targets
 
     def _launch(
         self, base: int, sources: torch.Tensor, targets: torch.Tensor, row_bytes: int, blocks: int,
@@ -233,12 +186,10 @@ class Bench:
         ok(driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream,
                                  ctypes.addressof(packed), 0))  # fmt: skip
 
-    def _time(
-        self, graph: torch.cuda.CUDAGraph, prepare: Callable[[int], None] = lambda _: None
-    ) -> float:
+    def _time(self, graph: torch.cuda.CUDAGraph, draw: Callable[[], None]) -> float:
         times = []
-        for number in range(REPLAYS):
-            prepare(number)
+        for _ in range(REPLAYS):
+            draw()
             self.flush.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -249,11 +200,50 @@ class Bench:
         return statistics.median(times)
 
 
+class Rows:
+    """Which rows each launch of a graph reads and where they go, in tensors that stay."""
+
+    def __init__(
+        self, bench: Bench, span: int, rows: int, row_bytes: int, window: int | None
+    ) -> None:
+        self._slots, self._span, self._row_bytes = bench.slots, span, row_bytes
+        self._window = window
+        self._sources = torch.zeros((LAUNCHES, rows), dtype=torch.int32, device="cuda")
+        self._targets = torch.zeros_like(self._sources)
+        self.draw()
+
+    def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Sources and targets of every launch, [rows] int32 each."""
+        return zip(self._sources, self._targets, strict=True)
+
+    def draw(self) -> None:
+        """Others."""
+        rows = self._sources.shape[1]
+        if self._window is None:
+            self._sources.random_(0, self._span // self._row_bytes)
+        else:
+            shape, inside = (LAUNCHES, rows // TOGETHER, 1), self._window // self._row_bytes
+            starts = torch.randint(0, self._span // self._window, shape, device="cuda") * inside
+            first = torch.randint(0, inside, shape, device="cuda")
+            step = inside // TOGETHER  # apart, as far as can be
+            offsets = torch.arange(TOGETHER, device="cuda") * step
+            self._sources.copy_((starts + (first + offsets) % inside).flatten(1))
+        order = torch.rand(LAUNCHES, self._slots, device="cuda").argsort(dim=1)
+        self._targets.copy_(order[:, :rows])
+
+
 # Kinds of memory: an address, and what keeps it alive.
 
 
-def host_pool(nbytes: int) -> tuple[int, Any]:
-    """What echokv does."""
+def managed(nbytes: int) -> tuple[int, Any]:
+    """What a host pool takes."""
+    driver = CudaManagedDriver(torch.device("cuda"))
+    buffer = ManagedBuffer(nbytes, what="host memory", flag="--gib", driver=driver)
+    return buffer.tensor.data_ptr(), buffer
+
+
+def pinned(nbytes: int) -> tuple[int, Any]:
+    """What it takes where memory can't be managed."""
     buffer = PinnedBuffer(nbytes, what="host memory", flag="--gib")
     return buffer.tensor.data_ptr(), buffer
 
@@ -303,7 +293,8 @@ def hbm(nbytes: int) -> tuple[int, Any]:
 
 
 KINDS: tuple[Callable[[int], tuple[int, Any]], ...] = (
-    host_pool,
+    managed,
+    pinned,
     small_pages,
     host_alloc,
     driver_memory,
@@ -311,48 +302,29 @@ KINDS: tuple[Callable[[int], tuple[int, Any]], ...] = (
 )
 
 
-def by_layers(bench: Bench, kind: str, base: int, span: int) -> None:
-    """Layers of 1.8M rows, one in turn or several, as a decode step visits them."""
-    for layers in (1, span // LAYER_BYTES):
-        for ascending in (False, True):
-            for blocks in (16, 132):
-                counts = (64, 512, 2665, 16_384)
-                taken = [bench.note(kind, base, LAYER_BYTES, rows, blocks=blocks, layers=layers,
-                                    ascending=ascending) for rows in counts]  # fmt: skip
-                order = "ascending" if ascending else "random"
-                print(f"{kind}, {layers} layers in turn, {order}, {blocks} blocks, {counts} rows:",
-                      *(f"{one:.1f}" for one in taken), "us", flush=True)  # fmt: skip
-
-
-def by_touch(bench: Bench, kind: str, base: int, span: int) -> None:
-    """Layers in turn, all of their rows or those of 426K tokens, with pages touched ahead."""
-    layers = span // LAYER_BYTES
-    for stretch in (LAYER_BYTES, 426_000 * 656):
-        for rows in (533, 2665, 16_384):
-            cold, touched = bench.note_touched(base, stretch, rows, layers)
-            print(f"{kind}, {layers} layers in turn, {rows} rows of {stretch / 1e9:.2f} GB each:",
-                  f"{cold:.1f} us, pages touched {touched:.1f}", flush=True)  # fmt: skip
-
-
 def by_span(bench: Bench, kind: str, base: int, span: int) -> None:
-    """Rows from more and more memory, and in runs."""
-    for mib in (64, 1024, 1536, 2048, 4096):
+    """Rows from more and more memory."""
+    for mib in (64, 1024, 2048, 4096, 12_288):
         if mib * MIB <= span:
-            taken = [bench.note(kind, base, mib * MIB, rows) for rows in (512, 2665, 16_384)]
-            print(f"{kind} within {mib} MiB, 512/2665/16384 rows:",
+            taken = [bench.note(kind, base, mib * MIB, rows) for rows in COUNTS]
+            print(f"{kind} within {mib} MiB, {COUNTS} rows:",
                   *(f"{one:.1f}" for one in taken), "us", flush=True)  # fmt: skip
-    for run in (2, 4):
-        taken = [bench.note(kind, base, span, 2665, run=run)]
-        print(f"{kind}, runs of {run} rows, 2665: {taken[0]:.1f} us", flush=True)
+
+
+def by_window(bench: Bench, kind: str, base: int, span: int) -> None:
+    """Rows that come together from a window."""
+    for window in (*WINDOWS, None):
+        taken = bench.note(kind, base, span, 2664, row_bytes=512, window=window)
+        print(f"{kind}, windows of {window} B, 2664 rows of 512 B: {taken:.1f} us", flush=True)
 
 
 def by_launch(bench: Bench, kind: str, base: int) -> None:
     """Blocks and rows, within 1 GiB."""
     for row_bytes in (656, 1152):
-        for blocks in (8, 16, 66, 132, 264):
+        for blocks in (16, 66, 264):
             taken = [bench.note(kind, base, GIB, rows, row_bytes=row_bytes, blocks=blocks)
-                     for rows in (64, 512, 2665, 16_384)]  # fmt: skip
-            print(f"{kind}, {row_bytes} B, {blocks} blocks, 64/512/2665/16384 rows:",
+                     for rows in COUNTS]  # fmt: skip
+            print(f"{kind}, {row_bytes} B, {blocks} blocks, {COUNTS} rows:",
                   *(f"{one:.1f}" for one in taken), "us", flush=True)  # fmt: skip
 
 
@@ -363,26 +335,25 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--commit", default="", help="commit of the code that runs")
-    parser.add_argument("--gib", type=float, default=4.5, help="GiB of memory of each kind")
-    parser.add_argument("--only-layers", action="store_true", help="layers of a host pool alone")
+    parser.add_argument("--gib", type=float, default=12, help="GiB of memory of each kind")
     options = parser.parse_args()
-    bench, span, kept = Bench(), int(options.gib * GIB) // (2 * MIB) * 2 * MIB, []
+    bench, span, kept = Bench(), int(options.gib * GIB) // (8 * MIB) * 8 * MIB, []
     report = {
         "environment": environment() | {"commit": options.commit},
         "gathers": bench.results,
-        "touched": bench.touched,
+        "beside": bench.beside,
     }
-    for make in KINDS[: 1 if options.only_layers else None]:
-        start = time.perf_counter()
+    for make in KINDS:
+        start, kind = time.perf_counter(), make.__name__
         base, memory = make(span)
         kept.append(memory)
-        print(f"-- {make.__name__}: {options.gib} GiB in {time.perf_counter() - start:.2f} s")
-        if make is host_pool:
-            by_layers(bench, make.__name__, base, span)
-            by_touch(bench, make.__name__, base, span)
-        if not options.only_layers:
-            by_span(bench, make.__name__, base, span)
-            by_launch(bench, make.__name__, base)
+        print(f"-- {kind}: {options.gib} GiB in {time.perf_counter() - start:.2f} s")
+        by_span(bench, kind, base, span)
+        if make in (managed, pinned):
+            by_window(bench, kind, base, span)
+            by_launch(bench, kind, base)
+            taken = bench.note_beside(kind, base, span, 2665)
+            print(f"{kind}, beside:", {what: round(us, 1) for what, us in taken.items()})
         options.out.write_text(json.dumps(report) + "\n")
     return 0
 

@@ -9,7 +9,9 @@ What is compiled is in sglang_kernels.py; the result says which sources. The ker
 coordinator calls it: one block of 960 threads a request, 2048 picks against a hot buffer of 4096
 rows of 656 B. Ours has as many device slots in all, shared by the requests. The same bytes are in
 host memory twice: managed for ours, and for theirs pinned, as SGLang has it, or managed too with
-`--their-memory managed`. Rows are compared with host memory before anything is timed.
+`--their-memory managed`, which it doesn't do: its launcher asks for the device's address of the
+host rows, and managed memory has none of its own, so it gets them as a tensor of the GPU. Rows are
+compared with host memory before anything is timed.
 
     swap-in   each cache holds what the steps before left there; every step replaces a share of each
               request's picks by rows that left both caches long ago
@@ -206,6 +208,13 @@ def measure_segment(
     return [alone, *(row | {"topk": fastest} for row in found)]
 
 
+def on_device(rows: Tensor) -> Tensor:
+    """Managed rows [L, N, row_bytes] uint8 as a tensor of the GPU, at the same address."""
+    address = {"data": (rows.data_ptr(), False), "shape": tuple(rows.shape), "typestr": "|u1"}
+    view = type("View", (), {"__cuda_array_interface__": address | {"version": 3}})()
+    return torch.as_tensor(view, device="cuda")
+
+
 def main() -> int:
     """Check and time every shape, writing JSON after each; 1 when a check failed."""
     parser = argparse.ArgumentParser(
@@ -250,7 +259,8 @@ def main() -> int:
         layers, slots, row_bytes = world.host.rows.shape
         theirs = HostPool(layers, slots, row_bytes, world.device, options.their_memory)
         theirs.rows.copy_(world.host.rows)
-        shape = SwapIn(modules["swap"].swap_in, world, theirs.rows, batch, context)
+        rows = theirs.rows if options.their_memory == "pinned" else on_device(theirs.rows)
+        shape = SwapIn(modules["swap"].swap_in, world, rows, batch, context)
         failed |= not shape.check_all()
         print(f"{batch} x {context}, host rows of {gib:.2f} GiB, swap-in checked"
               f" after {time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
@@ -259,7 +269,7 @@ def main() -> int:
             if not options.no_segment:
                 case = Case(world, batch, context)
                 timings += measure_segment(
-                    modules, case, theirs.rows, others, options.repeats, options.rounds
+                    modules, case, rows, others, options.repeats, options.rounds
                 )
             report["timings"] += [row | {"host_gib": gib} for row in timings]
             options.out.write_text(json.dumps(report, indent=1) + "\n")
