@@ -26,6 +26,7 @@ WRITERS = {
     "decode-dense-h200": "decode.py --cases dense slice --layers 10",
     "peer-vllm-h200": "peer_vllm.py",
     "peer-sglang-h200": "peer_sglang.py",
+    "peer-sglang-managed-h200": "peer_sglang.py --their-memory managed",
     "cache_ops": "cache_ops.py",
     "cuda_cache": "cuda_cache.py",
     "index_scores": "index_scores.py",
@@ -33,7 +34,6 @@ WRITERS = {
     "prefill": "prefill.py",
     "library_kernels": "library_kernels.py",
     "host_reads": "host_reads.py",
-    "host_layers": "host_reads.py --only-layers --gib 9.5",
     "engine-step-h200": "engine_step.py",
     "cache-h200": "cache.py",
     "kernels-h200": "kernels.py",
@@ -49,10 +49,19 @@ PREFILL_SCORES = {
     "triton": "Triton",
 }
 """Variants of prefill_parts.json; DeepGEMM's are scores alone."""
-SPANS = {"64 MiB": 2**26, "1 GiB": 2**30, "1.5 GiB": 3 * 2**29, "2 GiB": 2**31, "4 GiB": 2**32}
+SPANS = {
+    "64 MiB": 2**26, "1 GiB": 2**30, "2 GiB": 2**31, "4 GiB": 2**32, "12 GiB": 3 * 2**32,
+}  # fmt: skip
+KINDS_OF_MEMORY = {
+    "managed": "managed, as `HostPool` has it",
+    "pinned": "huge pages of ours, registered",
+    "small_pages": "pages of 4 KiB, registered",
+    "host_alloc": "cudaHostAlloc",
+    "driver_memory": "the driver's, on the host (cuMemCreate)",
+    "hbm": "HBM",
+}
+"""Of host_reads.json."""
 TOPK = 2048
-FAR = 4_722_786_304  # four layers of 1.8M rows
-LAUNCH = {"blocks": 132, "threads": 512, "row_bytes": 656}
 SPANS_OF_RECALL = (1.0, 4.4)  # GiB of host rows, four layers in turn
 
 
@@ -292,37 +301,53 @@ def draw() -> str:
     return table(("batch", *ways), lines)
 
 
-def read_us(span: int, rows: int, kind: str = "host_pool", run: int = 1) -> float | None:
-    """A bare gather of random rows, `run` neighbours together, from a stretch of memory."""
-
-    def like(row: Row) -> bool:
-        return (
-            not row.keys() & {"flush", "in_flight"}
-            and not row.get("ascending")
-            and row.get("run", row.get("group", 1)) == run
-            and row["span"] * row.get("layers", 1) == span
-        )
-
-    found = filter(like, load("host_reads")["gathers"])
-    return median(found, kind=kind, rows=rows, **LAUNCH)
+def read_us(kind: str, span: int, rows: int) -> float | None:
+    """A bare gather of random rows of 656 B from a stretch of memory, each on its own."""
+    found = load("host_reads")["gathers"]
+    return median(found, kind=kind, span=span, rows=rows, row_bytes=656, blocks=132, window=None)
 
 
 def host_reads() -> str:
     """By the span that rows come from."""
-    counts = (512, 2665, 16_384)
-    lines = [(name, *(read_us(span, rows) for rows in counts)) for name, span in SPANS.items()]
-    lines.append(("4.4 GiB, in runs of two", *(read_us(FAR, rows, run=2) for rows in counts)))
-    lines.append(("4 GiB of HBM", *(read_us(2**32, rows, kind="hbm") for rows in counts)))
-    return table(("656 B rows from", *(f"{rows:,} rows" for rows in counts)), lines)
-
-
-def touched() -> str:
-    """Layers in turn, with and without their pages touched beside other work before."""
+    counts, kinds = (512, 2665, 16_384), ("managed", "pinned")
     lines = [
-        (f"{row['rows']:,}", f"{row['span'] / 1e9:.2f} GB", row["us"], row["touched_us"])
-        for row in load("host_layers")["touched"]
+        (name, *(read_us(kind, span, rows) for kind in kinds for rows in counts))
+        for name, span in SPANS.items()
     ]
-    return table(("rows", "of a layer's", "us", "pages touched ahead"), lines)
+    header = ("656 B rows from", *(f"{kind}, {rows:,} rows" for kind in kinds for rows in counts))
+    return table(header, lines)
+
+
+def kinds() -> str:
+    """By the kind of memory."""
+    spans = ("1 GiB", "4 GiB", "12 GiB")
+    lines = [
+        (name, *(read_us(kind, SPANS[span], 2665) for span in spans))
+        for kind, name in KINDS_OF_MEMORY.items()
+    ]
+    return table(("2,665 rows from", *spans), lines)
+
+
+def windows() -> str:
+    """By how close together eight rows of 512 B lie."""
+    found = [row for row in load("host_reads")["gathers"] if row["row_bytes"] == 512]
+    sizes = dict.fromkeys(row["window"] for row in found)
+    lines = [
+        (f"{size >> 10:,} KiB" if size else "12 GiB",
+         *(median(found, kind=kind, window=size) for kind in ("managed", "pinned")))
+        for size in sizes
+    ]  # fmt: skip
+    return table(("eight rows of 512 B each within", "managed", "pinned"), lines)
+
+
+def beside_hbm() -> str:
+    """A gather and a read of HBM, alone and together."""
+    lines = [
+        (row["kind"], *(row["us"][what] for what in ("gather", "read", "both")))
+        for row in load("host_reads")["beside"]
+    ]
+    header = ("host memory", "gather of 2,665 rows", "read of 168 MB of HBM", "both at once")
+    return table(header, lines)
 
 
 def versions() -> str:
@@ -334,22 +359,6 @@ def versions() -> str:
         for count in dict.fromkeys(row["misses"] for row in rows)
     ]
     return table(("rows recalled", *names), lines)
-
-
-def kinds() -> str:
-    """By the kind of host memory."""
-    names = {
-        "host_pool": "ours (`HostPool`)",
-        "host_alloc": "cudaHostAlloc",
-        "driver_memory": "the driver's, on the host (cuMemCreate)",
-        "small_pages": "registered pages of 4 KiB",
-        "hugetlb": "hugetlbfs",
-    }
-    lines = [
-        (name, *(read_us(SPANS[span], 2665, kind=kind) for span in ("1 GiB", "4 GiB")))
-        for kind, name in names.items()
-    ]
-    return table(("2,665 rows from", "1 GiB", "4 GiB"), lines)
 
 
 def pinning() -> str:
@@ -374,6 +383,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm": peers.vllm,
     "swap in": peers.swap_in,
     "segment": peers.segment,
+    "segment managed": peers.segment_managed,
     "topk peers": peers.topk,
     "resident": resident,
     "versions": versions,
@@ -391,7 +401,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "draw": draw,
     "host reads": host_reads,
     "host memory": kinds,
-    "touched": touched,
+    "windows": windows,
+    "beside HBM": beside_hbm,
     "pinning": pinning,
     "goals": goals,
     "recall parts": recall_parts,

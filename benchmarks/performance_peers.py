@@ -34,8 +34,8 @@ def vllm() -> str:
     return table(header, lines, words=5) if lines else "Not measured."
 
 
-def _sglang(part: str) -> list[Row]:
-    rows: list[Row] = load("peer-sglang-h200").get("timings", [])
+def _sglang(part: str, run: str = "peer-sglang-h200") -> list[Row]:
+    rows: list[Row] = load(run).get("timings", [])
     return [row for row in rows if row["part"] == part]
 
 
@@ -68,6 +68,24 @@ def segment() -> str:
     header = ("batch x context", "missing", "rows", "DeepGEMM + top-k + HiSparse", "ours",
               *(f"with prefetch, {words}" for words in predicted), "as if one were hidden",
               *(f"rows moved, {words}" for words in predicted))  # fmt: skip
+    return table(header, lines) if lines else "Not measured."
+
+
+def segment_managed() -> str:
+    """The swap-in and the segment beside SGLang's with its host rows in managed memory too."""
+    run = "peer-sglang-managed-h200"
+    lines = []
+    for row in _sglang("segment", run):
+        where = {"batch": row["batch"], "missing": row["missing"]}
+        alone, peer = find(_sglang("swap-in", run), **where), row["us"]["HiSparse"]["median"]
+        assert alone is not None
+        lines.append((
+            f"{row['batch']} x {row['context']:,}", f"{row['missing']:.0%}",
+            _beside(alone["us"]["ours"]["median"], alone["us"]["HiSparse"]["median"]), peer,
+            *(_beside(row["us"][name]["median"], peer) for name in row["ratio"]),
+        ))  # fmt: skip
+    header = ("batch x context", "missing", "`make_resident` alone", "DeepGEMM + top-k + HiSparse",
+              "ours", "with prefetch, perfect", "with prefetch, as recorded")  # fmt: skip
     return table(header, lines) if lines else "Not measured."
 
 

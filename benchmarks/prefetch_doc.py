@@ -14,7 +14,7 @@ from typing import Any
 import doc_tables
 from doc_tables import result as load
 from performance_peers import segment_ratios
-from prefetch_plots import CUDA, GATHERED, MIB, ROOT, VARIANTS, gathers, plot, shape_of
+from prefetch_plots import CUDA, ROOT, VARIANTS, plot, shape_of
 
 from echokv.bench.markdown import table
 
@@ -206,19 +206,6 @@ def scores_table() -> str:
     return f"{table(('requests x context', *columns), rows)}\n\n{source('index_scores')}"
 
 
-def gather_table() -> str:
-    """Microseconds and GB/s by how much host memory rows come from."""
-    rows = [
-        [
-            f"{span // MIB:,} MiB",
-            *(f"{by[rows]['us']:.1f} ({by[rows]['GB_per_s']:.0f})" for rows in GATHERED),
-        ]
-        for span, by in gathers().items()
-    ]
-    header = ("rows come from", *(f"{n:,} rows, us (GB/s)" for n in GATHERED))
-    return f"{table(header, rows)}\n\n{source('host_reads')}"
-
-
 def beside_table() -> str:
     """A decode step with the guaranteed recall beside the query's products, and inline."""
     cases, rows = load("recall-beside-h200"), []
@@ -291,12 +278,6 @@ def goals_table() -> str:
     }
     words = ", ".join(f"{variant} {us:.1f} us" for variant, us in exposed.items())
     rows.append(["recall still exposed at hit rate 0.9, 13 x 98,304, at most 4 us", words])
-    gains = "; ".join(
-        f"{shape_of(case)}: "
-        + ", ".join(f"{name} {one['gain']:.3f}x" for name, one in case["variants"].items()
-                    if name != "off")
-        for case in load("decode_prefetch")["cases"]
-    )  # fmt: skip
     for kind, goal in (("random", 1.1), ("overlapping", 1.3)):
         segments = [x for x in load("prefill_segment")["segments"] if x["selections"] == kind]
         found = "; ".join(
@@ -310,7 +291,14 @@ def goals_table() -> str:
         " 3% / 10% missing, at least 1.5x"
     )
     rows.append([words, segment_ratios()])
-    rows.append(["decode step at hit rate 0.95, at least 1.05x", gains])
+    for memory, name in (("managed", "decode_prefetch"), ("pinned", "decode_prefetch-pinned")):
+        gains = "; ".join(
+            f"{shape_of(case)}: "
+            + ", ".join(f"{name} {one['gain']:.3f}x" for name, one in case["variants"].items()
+                        if name != "off")
+            for case in load(name)["cases"]
+        )  # fmt: skip
+        rows.append([f"decode step at hit rate 0.95, at least 1.05x; {memory} memory", gains])
     return table(("goal", "measured"), rows, words=2)
 
 
@@ -322,10 +310,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "parts": parts_table,
     "prefetch-designs": designs_table,
     "decode_prefetch": lambda: decode_table("decode_prefetch"),
+    "decode_prefetch-pinned": lambda: decode_table("decode_prefetch-pinned"),
     "decode_prefetch-few": lambda: decode_table("decode_prefetch-few"),
     "decode layer": layer_table,
     "index_scores": scores_table,
-    "host_reads": gather_table,
     "recall-beside-h200": beside_table,
     "prefill_segment": prefill_segment_table,
     "prefill-bins": bins_table,

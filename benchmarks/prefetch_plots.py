@@ -15,25 +15,12 @@ PLOTS = ROOT / "docs" / "plots" / "prefetch"
 
 CUDA = "prefetch-cuda-h200"
 VARIANTS = ("perfect", "on", "worst")
-GATHERED = (512, 2665, 16_384)
-MIB = 2**20
 
 
 def shape_of(one: dict[str, Any]) -> str:
     """Requests x context."""
     batch, context = one.get("batch", one.get("rows")), one.get("context", one.get("length"))
     return f"{batch} x {context:,}"
-
-
-def gathers() -> dict[int, dict[int, dict[str, Any]]]:
-    """Plain gathers of 656 B rows from a host pool: span, rows, what was measured."""
-    found: dict[int, dict[int, dict[str, Any]]] = {}
-    for one in load("host_reads")["gathers"]:
-        plain = not {"group", "flush", "in_flight"} & one.keys()
-        usual = (one["kind"], one["row_bytes"], one["blocks"]) == ("host_pool", 656, 132)
-        if plain and usual and one["span"] % (64 * MIB) == 0 and one["rows"] in GATHERED:
-            found.setdefault(one["span"], {})[one["rows"]] = one
-    return found
 
 
 def plot_selecting_and_recalling() -> None:
@@ -113,14 +100,20 @@ def plot_moved() -> None:
 
 
 def plot_gathers() -> None:
-    """How fast random rows come from host memory."""
+    """How fast random rows come from host memory, by its kind."""
     drawing, (axes,) = figure(columns=1)
-    found = gathers()
-    for rows in GATHERED:
-        rates = [by[rows]["GB_per_s"] for by in found.values()]
-        axes.plot([span / 2**30 for span in found], rates, marker="o", label=f"{rows:,} rows")
+    found = [
+        one for one in load("host_reads")["gathers"]
+        if (one["rows"], one["row_bytes"], one["blocks"]) == (2665, 656, 132)
+    ]  # fmt: skip
+    for kind in ("managed", "pinned"):
+        mine = [one for one in found if one["kind"] == kind]
+        axes.plot(
+            [one["span"] / 2**30 for one in mine], [one["GB_per_s"] for one in mine], marker="o",
+            label=f"{kind} memory",
+        )  # fmt: skip
     axes.set(xlabel="GiB of host memory that rows come from", ylabel="GB/s", ylim=(0, 50))
-    axes.set_title("random rows of 656 B over PCIe")
+    axes.set_title("2,665 random rows of 656 B over PCIe")
     axes.legend()
     save_figure(drawing, PLOTS / "host-reads.png")
 

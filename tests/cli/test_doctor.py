@@ -8,8 +8,10 @@ import pytest
 import torch
 from tests.cli.conftest import SMALL_ENGINE
 
+from echokv.cli import doctor
 from echokv.cli.machine import NumaNode, host_memory
 from echokv.cli.main import main
+from echokv.memory import managed
 
 GIB = 2**30
 
@@ -47,6 +49,18 @@ def test_a_backend_that_cannot_run_says_why(
     state = report(capsys)["backends"]["triton"]
     assert not state["available"]
     assert "TRITON_INTERPRET" in state["reason"]
+
+
+@pytest.mark.parametrize("refusal", [None, "no such thing here"])
+def test_what_memory_a_host_pool_takes(
+    refusal: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = report(capsys)["host_pool"]
+    assert (pool["kind"] == "plain") is not torch.cuda.is_available()
+    monkeypatch.setattr(managed, "managed_refusal", lambda device: refusal)
+    assert doctor._host_pool(torch.device("cuda")) == {
+        "kind": "pinned" if refusal else "managed", "reason": refusal,
+    }  # fmt: skip
 
 
 def test_the_hopper_wheels_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What --prefetch auto comes to."""
+"""What --prefetch auto and --host-memory come to."""
 
 import dataclasses
 from pathlib import Path
@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from echokv.config import EngineConfig, ModelConfig
+from echokv.engine import resolve
 from echokv.engine.resolve import moves_rows_while_scoring
+from echokv.errors import ConfigError
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "demo_model" / "checkpoint"
 
@@ -34,3 +36,28 @@ def test_prefetch_is_on_where_rows_can_move_while_scores_are_made(
     model = dataclasses.replace(ModelConfig.from_dir(CHECKPOINT), **sizes)
     found = moves_rows_while_scoring(config, model, said["backend"], said["index_key_dtype"])
     assert found == expected
+
+
+def host_memory(device: str, **changes: Any) -> str:
+    return resolve._host_memory(EngineConfig(model=str(CHECKPOINT), **changes), device)
+
+
+def test_host_memory_is_decided_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "host_memory_kind", lambda kind, device: f"{kind} on {device}")
+    assert host_memory("cuda") == "auto on cuda"
+    assert host_memory("cuda", host_memory="pinned") == "pinned on cuda"
+    assert host_memory("cpu", host_memory="pinned") == "pinned"
+    assert host_memory("cuda", offload=False) == "auto"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host_memory": "hbm"}, "--host-memory 'hbm' is not one of auto, managed, pinned"),
+        ({"host_memory": "pinned", "offload": False}, "--host-memory pinned contradicts"),
+    ],
+)
+def test_host_memory_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ConfigError, match=message):
+            host_memory(device, **changes)

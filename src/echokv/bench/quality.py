@@ -212,6 +212,7 @@ def _config(config: EngineConfig, group: Sequence[Instance], variant: Variant) -
         config,
         offload=variant.fraction is not None,
         host_pool_gib=config.host_pool_gib if variant.fraction else None,
+        host_memory=config.host_memory if variant.fraction else "auto",
         device_pool_tokens=slots,
         max_model_len=context + 1,
         max_num_seqs=1,

@@ -70,6 +70,7 @@ def examine() -> dict[str, Any]:
         "backends": {name: _backend(name, device) for name in _BACKENDS},
         "hopper": _hopper(),
         "memory": dataclasses.asdict(host_memory()),
+        "host_pool": _host_pool(device),
     }
 
 
@@ -83,6 +84,16 @@ def _device(index: int) -> dict[str, Any]:
         "free_bytes": free,
         "total_bytes": total,
     }
+
+
+def _host_pool(device: Any) -> dict[str, str | None]:
+    """What memory a host pool takes by default, and why no better one."""
+    from echokv.memory.managed import managed_refusal
+
+    if device.type == "cpu":
+        return {"kind": "plain", "reason": "no CUDA device"}
+    refusal = managed_refusal(device)
+    return {"kind": "pinned" if refusal else "managed", "reason": refusal}
 
 
 def _backend(name: str, device: Any) -> dict[str, Any]:
@@ -149,7 +160,9 @@ def _print(report: dict[str, Any], plan: "BytePlan | None") -> None:
     _print_rows(console, "software", _software_rows(report))
     _print_rows(console, "devices", _device_rows(report))
     _print_rows(console, "backends", _backend_rows(report))
-    _print_rows(console, "host memory", _memory_rows(report["memory"]))
+    pool = (report["host_pool"]["kind"], report["host_pool"]["reason"])
+    rows = [("host pool", ": ".join(word for word in pool if word))]
+    _print_rows(console, "host memory", rows + _memory_rows(report["memory"]))
     if plan is not None:
         console.print(plan.render())
 

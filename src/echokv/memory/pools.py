@@ -125,10 +125,9 @@ def host_memory_kind(kind: str, device: torch.device) -> str:
         device: the GPU.
 
     Raises:
-        ConfigError: managed memory was asked for and can't be, with the reason; or no such kind.
+        ConfigError: managed memory was asked for and can't be, with the reason.
     """
-    if kind not in ("auto", "managed", "pinned"):
-        raise ConfigError(f"--host-memory {kind!r} is not one of auto, managed, pinned")
+    assert kind in ("auto", "managed", "pinned"), f"no such host memory: {kind}"
     if kind == "pinned":
         return kind
     refusal = managed_refusal(device)
