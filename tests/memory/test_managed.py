@@ -22,11 +22,12 @@ CUDA = torch.device("cuda")
 class FakeDriver:
     """Keeps books like the driver, over plain memory that is dirty at first."""
 
-    def __init__(self, fail_at: str | None = None) -> None:
+    def __init__(self, fail_at: str | None = None, *, nodes: bool = True) -> None:
         self.memory: dict[int, torch.Tensor] = {}
         self.kept: list[tuple[int, int, int | None]] = []
         self.mapped: list[tuple[int, int]] = []
         self.fail_at = fail_at
+        self.nodes = nodes  # whether it knows them
 
     def allocate(self, nbytes: int) -> int:
         self._may_fail("allocate")
@@ -36,6 +37,8 @@ class FakeDriver:
 
     def keep_on_host(self, address: int, nbytes: int, node: int | None) -> None:
         self._may_fail("keep_on_host")
+        if node is not None and not self.nodes:
+            raise RuntimeError("invalid device ordinal")
         [base] = self.memory
         assert not self.mapped, "preferred first, mapped when the pages are there"
         assert int(self.memory[base].min()) == 7, "preferred before pages are touched"
@@ -69,13 +72,24 @@ def test_the_whole_range_is_kept_on_the_host_zeroed_and_mapped(
     driver = FakeDriver()
     one = buffer(nbytes, driver)
     assert one.tensor.numel() == nbytes and not one.tensor.any()
-    for ranges in ([(at, size) for at, size, _ in driver.kept], driver.mapped):
-        ends = [at + size for at, size in ranges]
-        assert [at for at, _ in ranges] == [0, *ends[:-1]] and ends[-1] == nbytes
-    places = [node for _, _, node in driver.kept]
-    assert places == (
-        [None] if len(nodes) == 1 else [nodes[i % len(nodes)] for i in range(len(places))]
-    )
+    assert driver.kept[0] == (0, nbytes, None)
+    spread = driver.kept[1:]
+    pieces = [(at, min(4 * PAGE, nbytes - at)) for at in range(0, nbytes, 4 * PAGE)]
+    assert driver.mapped == pieces
+    assert [(at, size) for at, size, _ in spread] == (pieces if len(nodes) > 1 else [])
+    assert [node for _, _, node in spread] == [nodes[i % len(nodes)] for i in range(len(spread))]
+
+
+def test_numa_nodes_that_the_driver_does_not_know_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(managed, "online_numa_nodes", lambda: [0, 1])
+    driver = FakeDriver(nodes=False)
+    with caplog.at_level("WARNING", logger="echokv"):
+        one = buffer(3 * PAGE, driver)
+    assert "not spread over NUMA nodes [0, 1]: invalid device ordinal" in caplog.text
+    assert driver.kept == [(0, 3 * PAGE, None)] and driver.mapped == [(0, 3 * PAGE)]
+    one.close()
 
 
 def test_bytes_go_back_with_the_last_view() -> None:

@@ -55,8 +55,7 @@ class CudaManagedDriver:
 
         self._driver = driver
         self._device = _device_number(device)
-        with torch.cuda.device(self._device):
-            torch.cuda.current_stream().synchronize()  # makes torch's context current
+        self._enter()
 
     def allocate(self, nbytes: int) -> int:
         """See `ManagedDriver`."""
@@ -81,8 +80,13 @@ class CudaManagedDriver:
         self._advise(address, nbytes, advice, kind, self._device)
 
     def free(self, address: int) -> None:
-        """See `ManagedDriver`."""
+        """See `ManagedDriver`; of any thread, when the device is done with it."""
+        self._enter()
         self._result(self._driver.cuMemFree(self._driver.CUdeviceptr(address)))
+
+    def _enter(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().synchronize()  # makes torch's context current
 
     def _advise(self, address: int, nbytes: int, advice: object, kind: object, number: int) -> None:
         place = self._driver.CUmemLocation()
@@ -145,12 +149,16 @@ class ManagedBuffer:
 
     def _place(self, nodes: list[int]) -> None:
         address, nbytes = self.tensor.data_ptr(), self.tensor.numel()
+        self._driver.keep_on_host(address, nbytes, None)
         if len(nodes) < 2:
-            self._driver.keep_on_host(address, nbytes, None)
             return
-        for index, (start, size) in enumerate(chunks(nbytes, TOUCH_CHUNK_BYTES)):
-            self._driver.keep_on_host(address + start, size, nodes[index % len(nodes)])
-        logger.info("host memory: spread over NUMA nodes %s", nodes)
+        try:
+            for index, (start, size) in enumerate(chunks(nbytes, TOUCH_CHUNK_BYTES)):
+                self._driver.keep_on_host(address + start, size, nodes[index % len(nodes)])
+        except RuntimeError as error:  # slower, not wrong: they are on the host already
+            logger.warning("host memory: not spread over NUMA nodes %s: %s", nodes, error)
+        else:
+            logger.info("host memory: spread over NUMA nodes %s", nodes)
 
     def _map(self, what: str) -> None:
         # After the pages are there: a page that came after would be mapped at a first access only.
