@@ -1,9 +1,9 @@
-"""Managed host memory, which a GPU maps in pages of 2 MiB: random rows come from it twice as fast.
+"""Managed host memory, which a GPU maps in large pages: random rows come from it twice as fast.
 
 A GPU maps pinned memory in small pages, whatever the host's are. Its cache of translations reaches
 some 1 GiB of those, and rows of a larger pool wait for page walks, as does whatever else reads
 memory meanwhile. CUDA's managed memory, told to stay on the host and to be mapped into the device,
-lies in chunks of 2 MiB and is mapped so (figures in docs/performance.md, "Reading host memory").
+lies in chunks of up to 2 MiB (figures in docs/performance.md, "Reading host memory").
 """
 
 import ctypes

@@ -1,8 +1,8 @@
-"""Host memory that the GPU reads and writes directly: exact size, touched, registered.
+"""Pinned host memory, which any GPU reads and writes directly: exact size, touched, registered.
 
 torch's own pinned allocator rounds sizes up to a power of two and faults pages in one by one, so
-the host pool maps its memory itself: anonymous huge pages, spread over NUMA nodes, touched by
-several threads, then registered with CUDA in chunks.
+this maps its memory itself: anonymous huge pages, spread over NUMA nodes, touched by several
+threads, then registered with CUDA in chunks.
 """
 
 import mmap
