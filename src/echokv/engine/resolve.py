@@ -9,7 +9,7 @@ from echokv.errors import ConfigError
 from echokv.kernels.prefetch_args import FUSED_HEAD_DIM, FUSED_HEADS
 from echokv.kernels.registry import auto_backend
 from echokv.memory.formats import FP8_GROUP
-from echokv.memory.pools import host_memory_kind
+from echokv.memory.pools import HOST_MEMORY_KINDS, host_memory_kind
 
 _DTYPES = ("float32", "bfloat16")
 _FP8_CAPABILITY = (8, 9)
@@ -144,9 +144,9 @@ def _prefetch(config: EngineConfig, pays: bool) -> str:
 
 
 def _host_memory(config: EngineConfig, device: str) -> str:
-    if config.host_memory not in ("auto", "managed", "pinned"):
+    if config.host_memory not in HOST_MEMORY_KINDS:
         raise ConfigError(
-            f"--host-memory {config.host_memory!r} is not one of auto, managed, pinned"
+            f"--host-memory {config.host_memory!r} is not one of {', '.join(HOST_MEMORY_KINDS)}"
         )
     if not config.offload and config.host_memory != "auto":
         raise ConfigError(

@@ -15,6 +15,8 @@ from echokv.memory.slots import BLOCK_TOKENS
 
 logger = get_logger(__name__)
 
+HOST_MEMORY_KINDS = ("auto", "managed", "pinned")
+
 _GIB = 2**30
 
 
@@ -127,7 +129,7 @@ def host_memory_kind(kind: str, device: torch.device) -> str:
     Raises:
         ConfigError: managed memory was asked for and can't be, with the reason.
     """
-    assert kind in ("auto", "managed", "pinned"), f"no such host memory: {kind}"
+    assert kind in HOST_MEMORY_KINDS, f"no such host memory: {kind}"
     if kind == "pinned":
         return kind
     refusal = managed_refusal(device)
