@@ -291,12 +291,12 @@ def goals_table() -> str:
         " 3% / 10% missing, at least 1.5x"
     )
     rows.append([words, segment_ratios()])
-    for memory, name in (("managed", "decode_prefetch"), ("pinned", "decode_prefetch-pinned")):
+    for memory, file in (("managed", "decode_prefetch"), ("pinned", "decode_prefetch-pinned")):
         gains = "; ".join(
             f"{shape_of(case)}: "
             + ", ".join(f"{name} {one['gain']:.3f}x" for name, one in case["variants"].items()
                         if name != "off")
-            for case in load(name)["cases"]
+            for case in load(file)["cases"]
         )  # fmt: skip
         rows.append([f"decode step at hit rate 0.95, at least 1.05x; {memory} memory", gains])
     return table(("goal", "measured"), rows, words=2)

@@ -8,6 +8,7 @@ Every launch of every replay has rows of its own: what was read a moment ago com
     kinds    what `HostPool` takes (managed) and took before (pinned); the latter in pages of 4 KiB;
              cudaHostAlloc; the driver's own memory on the host; and HBM, for the kernel itself
     spans    how much memory the rows come from
+    launches blocks, and rows of 1152 B, within 1 GiB
     windows  rows of 512 B, eight from one aligned stretch of so many bytes: as long as that is one
              page to the GPU, seven of the eight share the first one's translation
     beside   a gather and a read of HBM, one after the other and together

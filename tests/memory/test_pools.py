@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from tests.memory.test_managed import FakeDriver
 
 from echokv.errors import CapacityError
-from echokv.memory import pools
+from echokv.memory import pinned, pools
 from echokv.memory.host_memory import HostMemory
 from echokv.memory.pools import DevicePool, HostPool, IndexKeyPool
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize("row_bytes", [656, 1152])
@@ -31,6 +32,37 @@ def test_shapes_and_zeroes(row_bytes: int) -> None:
 def test_host_pool_is_whole_blocks() -> None:
     with pytest.raises(AssertionError, match="100 host slots"):
         HostPool(1, 100, 656, CPU)
+
+
+def test_a_pinned_host_pool_registers_exactly_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[int] = []
+
+    class Registrar:
+        def register(self, address: int, nbytes: int) -> None:
+            registered.append(nbytes)
+
+        def unregister(self, address: int) -> None:
+            registered.pop()
+
+    monkeypatch.setattr(pinned, "CudaRegistrar", Registrar)
+    host = HostPool(2, 192, 656, CUDA, "pinned")
+    assert registered == [2 * 192 * 656]
+    assert host.rows.shape == (2, 192, 656)
+    host.rows.fill_(7)
+    host.close()
+    assert registered == []
+
+
+def test_a_managed_host_pool_allocates_exactly_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(pools, "managed_refusal", lambda device: None)
+    monkeypatch.setattr(pools, "CudaManagedDriver", lambda device: driver)
+    host = HostPool(2, 192, 656, CUDA)
+    assert [memory.numel() for memory in driver.memory.values()] == [2 * 192 * 656]
+    assert host.rows.shape == (2, 192, 656)
+    host.rows.fill_(9)
+    host.close()
+    assert driver.memory == {}
 
 
 def test_a_host_pool_may_lie_in_memory_that_outlives_it() -> None:

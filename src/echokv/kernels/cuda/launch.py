@@ -30,7 +30,7 @@ class Arguments(ctypes.Structure):
 
 
 def pointer(tensor: torch.Tensor) -> int:
-    """The address that a kernel gets; host memory must be one that it can read."""
+    """The address that a kernel gets, of memory of its device or of the host that it can read."""
     return tensor.data_ptr()
 
 

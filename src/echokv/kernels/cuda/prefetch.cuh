@@ -203,9 +203,9 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
   return u32(load_shared_value(a.kth + row)) == UNKNOWN;
 }
 
-// Fetch those of the lanes' candidates that are absent, one after the other, as far as budgets go and
-// until the rows' selections are known: what is claimed must land before anything else moves, and a few
-// hundred rows on their way are all that PCIe needs. False: no slot is free any more.
+// Fetch those of the lanes' candidates that are absent, as far as budgets go and until the rows'
+// selections are known. One after the other: a few hundred rows on their way are all that PCIe needs.
+// False: no slot is free any more.
 DEVICE bool fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
                         Fetched* fetched, u32 lane) {
   const PrefetchArguments& to = a.prefetch;
