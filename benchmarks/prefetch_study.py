@@ -172,13 +172,10 @@ class Learnt:
     """What the product would have learnt of one layer of a request."""
 
     useful: float | None = None  # rows a step, averaged
+    vain: float = 0.0  # likewise, those that weren't selected
+    limit: int | None = None  # rows that may be fetched; None: any number
     rests: int = 0  # steps without prediction that are left
     since: int = 0  # step of the first k-th score that the prediction goes by
-
-    @property
-    def limit(self) -> int | None:
-        """Rows that may be fetched; None: no limit is known."""
-        return None if self.useful is None else PROBES + int(ROWS_FOR_A_USEFUL_ONE * self.useful)
 
     def rest(self, step: int) -> bool:
         """Whether it rests in a step; the k-th score of the last of these is where it goes on."""
@@ -188,11 +185,15 @@ class Learnt:
         self.since = step
         return True
 
-    def learn(self, useful: int) -> None:
-        """After a step in which so many of the rows fetched were selected."""
-        before = useful if self.useful is None else self.useful
-        self.useful = USEFUL_ALPHA * before + (1 - USEFUL_ALPHA) * useful
-        self.rests = RESTS if self.limit == PROBES else 0
+    def learn(self, useful: int, vain: int) -> None:
+        """After a step in which so many of the rows fetched were selected, and so many weren't."""
+        past = 0.0 if self.useful is None else USEFUL_ALPHA
+        self.useful = past * (self.useful or 0.0) + (1 - past) * useful
+        self.vain = past * self.vain + (1 - past) * vain
+        limit = PROBES + int(ROWS_FOR_A_USEFUL_ONE * self.useful)
+        self.rests = RESTS if limit == PROBES else 0
+        unlimited = self.rests == 0 and self.vain <= self.useful
+        self.limit = None if unlimited else limit
 
 
 def named_ranks(scores: Floats, absent: NDArray[np.bool_], threshold: float) -> NDArray[np.intp]:
@@ -223,7 +224,8 @@ def judge(slots: Ints, scores: Floats, topk: int, hit: float) -> dict[str, Any]:
                 else:
                     limited = named_ranks(*here, predict(past[mine.since :]))
                     limited = rng.permutation(limited)[: mine.limit]
-                    mine.learn(int((limited < topk).sum()))
+                    selected = int((limited < topk).sum())
+                    mine.learn(selected, limited.size - selected)
                 for at, taken in enumerate((ranks, order[: topk // 8], limited)):
                     useful = int((taken < topk).sum())
                     named[name][at] += (useful, taken.size - useful)

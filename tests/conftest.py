@@ -19,7 +19,7 @@ if not HAS_CUDA:
 
 from echokv.cache import ready  # noqa: E402
 
-ready.FREE_SHARE = 4  # of pools as small as tests have them
+ready.FREE_SHARE, ready.PREFETCH_FREE_SHARE = 4, 2  # of pools as small as tests have them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -161,7 +161,7 @@ class Recall:
             self.theirs.restore()
         self.ours.restore(taken=misses)
         if begun:
-            self.ours.ready.begin_step(self.batch * (TOPK + 1))
+            self.ours.ready.begin_step(self.batch * (TOPK + 1), prefetches=False)
         for layer, one in enumerate(selection):
             self.wanted[layer].copy_(one.wanted)
             self.absent[layer, : one.absent.shape[0]].copy_(one.absent)
@@ -291,8 +291,9 @@ def victim_times(bench: Bench) -> list[dict[str, Any]]:
             totals=torch.zeros((layers, TOTALS), dtype=torch.int64, device=DEVICE),
         )  # fmt: skip
         run = partial(
-            bench.cuda.fused.choose_victims, cache, 13 * (TOPK + 1), DEVICE_SLOTS // FREE_SHARE
-        )
+            bench.cuda.fused.choose_victims, cache, 13 * (TOPK + 1), DEVICE_SLOTS // FREE_SHARE,
+            partly=False,
+        )  # fmt: skip
         for what, prepare in (("anew", lambda _, c=cursor: c.zero_()), ("kept", lambda _: None)):
             taken = bench.time({"cuda": run}, prepare)["cuda"]
             results.append({"layers": layers, "slots": DEVICE_SLOTS, "lists": what} | taken)

@@ -137,10 +137,11 @@ class Case(ahead.Case):
         predictions = self.world.predictions
         for name, value in vars(self.world.manager.state).items():
             value.copy_(self._saved[name])
-        if kind in self.thresholds:
+        prefetches = kind in self.thresholds
+        if prefetches:
             predictions.thresholds[:, : self.batch_size] = self.thresholds[kind]
             ahead.recall_limits(predictions, learnt)
-        self.world.begin_step(taken)
+        self.world.begin_step(taken, prefetches=prefetches)
 
     def bring_rows(self) -> None:
         """Copy the rows that are held to where they are said to be; a check needs them."""

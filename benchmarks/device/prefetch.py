@@ -148,17 +148,18 @@ class World:
         state.device_to_host[places.long()] = owners
         state.device_free.fill_(0)
 
-    def begin_step(self, taken: Tensor | None = None) -> None:
+    def begin_step(self, taken: Tensor | None = None, *, prefetches: bool = False) -> None:
         """Begin a step over a pool that isn't what victims were listed from.
 
         Args:
             taken: [L] int32, slots that the step before took; None: none.
+            prefetches: see `CacheManager.begin_step`.
         """
         ready = self.manager._ready
         if ready is not None:
             ready.forget()
             ready._cursors[:, BEGAN] = ready._cursors[:, TAKEN] - (0 if taken is None else taken)
-        self.manager.begin_step()
+        self.manager.begin_step(prefetches=prefetches)
 
     def taken(self) -> Tensor | None:
         """[L] int32, slots that this step has taken."""
@@ -214,6 +215,7 @@ class Case:
         *,
         near: bool = True,
         taken: Tensor | None = None,
+        prefetches: bool = False,
     ) -> list[Tensor]:
         """New queries, their predictions, and a pool with a share of what they select.
 
@@ -223,6 +225,7 @@ class Case:
             generator: of everything random.
             near: whether rows ranked k to 4k are resident as recorded; else none is.
             taken: see `World.begin_step`.
+            prefetches: likewise.
 
         Returns:
             for each layer the host slots that are selected and absent.
@@ -242,7 +245,7 @@ class Case:
             absent = self._absent(hit, slots.shape[1], generator, near)
             self._fill(layer, slots[~absent], generator)
             missing.append(slots[:, : world.sizes.topk][absent[:, : world.sizes.topk]])
-        world.begin_step(taken)
+        world.begin_step(taken, prefetches=prefetches)
         return missing
 
     def _ranked(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -361,7 +364,10 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         slots_taken: dict[str, Tensor | None] = {}
         for repeat in range(-LEARNING, sizes.repeats):
             for name, ((replay, results, finish), kind, near) in variants.items():
-                missing = case.prepare(hit, kind, generator, near=near, taken=slots_taken.get(name))
+                missing = case.prepare(
+                    hit, kind, generator, near=near, taken=slots_taken.get(name),
+                    prefetches=name != "off",
+                )  # fmt: skip
                 recall_limits(world.predictions, None if name == "worst" else learnt.get(name))
                 before = world.manager.counters()
                 taken = microseconds(replay, world.flush) / sizes.layers
@@ -407,9 +413,11 @@ def recall_limits(predictions: Predictions, learnt: Predictions | None) -> None:
     """Set what limits budgets to what was learnt, or to what a new request has."""
     if learnt is None:
         predictions.useful.fill_(torch.inf)
+        predictions.vain.fill_(torch.inf)
         predictions.limits.fill_(NO_LIMIT)
     else:
         predictions.useful.copy_(learnt.useful)
+        predictions.vain.copy_(learnt.vain)
         predictions.limits.copy_(learnt.limits)
         predictions.thresholds.masked_fill_(learnt.limits < 0, torch.inf)  # it rests
 

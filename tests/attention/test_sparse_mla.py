@@ -46,10 +46,10 @@ class Recorder:
     def recalls(self) -> bool:
         return self.cache.recalls
 
-    def begin_step(self, *, most_rows: int | None = None) -> None:
+    def begin_step(self, *, most_rows: int | None = None, prefetches: bool = False) -> None:
         self.calls.append(("step", 0))
         self.most_rows = most_rows
-        self.cache.begin_step(most_rows=most_rows)
+        self.cache.begin_step(most_rows=most_rows, prefetches=prefetches)
 
     def settle(self, layer: int) -> None:
         assert not self.ahead, "what is selected isn't resident yet"

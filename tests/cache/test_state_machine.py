@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.cache.harness import POISON, Cache, make_cache
 from tests.kernels.cuda_emulator import COMPILER
 
-from echokv.cache.ready import FREE_SHARE
+from echokv.cache.ready import FREE_SHARE, PREFETCH_FREE_SHARE
 
 LAYERS = 3
 BLOCK = 4  # tokens
@@ -173,7 +173,7 @@ class CacheLife(RuleBasedStateMachine):
         at_once = len(rows) * (TOPK + 1) <= capacity
         size = len(rows) if at_once else capacity // TOPK
         bounded = at_once and not ahead and self.rng.random() < 0.8
-        self._begin_step(len(rows) * (TOPK + 1) if bounded else None)
+        self._begin_step(len(rows) * (TOPK + 1) if bounded else None, prefetches=ahead > 0)
         put_off = self.any_among_equals and at_once and not ahead and self.rng.random() < 0.5
         for layer in range(LAYERS):
             kept = self._append(layer, [row.slot for row in rows], put_off=put_off)
@@ -187,13 +187,14 @@ class CacheLife(RuleBasedStateMachine):
                 self._attend(layer, rows[start : start + size], kept)
         self.manager.end_step()
 
-    def _begin_step(self, most_rows: int | None) -> None:
+    def _begin_step(self, most_rows: int | None, *, prefetches: bool = False) -> None:
         """Some rows may leave, so that their slots are free: the oldest, with ready lists."""
         before = [self._snapshot(layer) for layer in range(LAYERS)]
-        self.manager.begin_step(most_rows=most_rows)
+        self.manager.begin_step(most_rows=most_rows, prefetches=prefetches)
+        share = PREFETCH_FREE_SHARE if prefetches else FREE_SHARE
         for layer, rows in enumerate(before):
             evicted = rows.keys() - self.cache.resident(layer).keys()
-            most = self.manager.capacity // FREE_SHARE if self.any_among_equals else 0
+            most = self.manager.capacity // share if self.any_among_equals else 0
             assert len(evicted) <= most
             self._check_order(rows, evicted, set())
             self.counts[layer].evicted += len(evicted)

@@ -52,6 +52,7 @@ def scatter(predictions: Predictions) -> None:
     chosen = values[torch.randint(len(values), shape, generator=RANDOM)]
     predictions.thresholds.copy_(chosen)
     predictions.useful.copy_(torch.rand(shape, generator=RANDOM) * 40)
+    predictions.vain.copy_(torch.rand(shape, generator=RANDOM) * 40)
     shifts = predictions.shifts
     shifts.copy_(values[torch.randint(len(values), shifts.shape, generator=RANDOM)])
     predictions.limits.copy_(torch.randint(-9, 99, shape, generator=RANDOM))

@@ -192,10 +192,12 @@ class Emulator:
         self._library.run_tiling(blocks, self._next(), ctypes.byref(arguments))
         return works, covered
 
-    def choose_victims(self, layers: FusedLayers, most_rows: int, most_free: int) -> None:
+    def choose_victims(
+        self, layers: FusedLayers, most_rows: int, most_free: int, *, partly: bool
+    ) -> None:
         """`choose_victims`."""
         layers.check()
-        arguments = victims.victim_arguments(layers, most_rows, most_free)
+        arguments = victims.victim_arguments(layers, most_rows, most_free, partly)
         shared = 4 * (VICTIM_THREADS // 32 + victims.AGES)
         self._library.run_choose_victims(
             layers.priority.shape[0] * 2, 2, shared, self._next(), ctypes.byref(arguments)

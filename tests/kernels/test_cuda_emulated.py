@@ -151,7 +151,8 @@ def test_a_list_serves_as_many_steps_as_it_has_names_for(
         warm = rng.sample(range(150), 25)
         for step in range(12):
             floor = 800 + 8 * step
-            anew.append(under_test.begin(emulator, floor, most_rows, rng.choice([0, 2, 60])))
+            free, partly = rng.choice([0, 2, 60]), rng.random() < 0.5
+            anew.append(under_test.begin(emulator, floor, most_rows, free, partly=partly))
             under_test.append(emulator, [rng.randrange(150)], floor)
             warm[rng.randrange(25)] = rng.randrange(150)
             wanted = torch.tensor([rng.sample(warm, (most_rows - 1) // 2)] * 2, dtype=torch.int32)
@@ -224,7 +225,7 @@ def test_make_resident_with_new_rows(emulator: Emulator, beside: bool, row_bytes
             emulator, wanted, torch.randn(wanted.shape), floor,
             new=[-1, *new], beside=beside, lanes=lanes,
         )  # fmt: skip
-        under_test.begin(emulator, 808, 60, rng.choice([0, 9, 80]))
+        under_test.begin(emulator, 808, 60, rng.choice([0, 9, 80]), partly=rng.random() < 0.5)
         again = rng.sample(range(200), 30)
         wanted = selection(rng, again, 5, 33)
         under_test.fetch(

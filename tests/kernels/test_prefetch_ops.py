@@ -151,22 +151,27 @@ def test_a_context_of_a_million_tokens_does_not_overflow_the_budget(backend, laz
 
 
 def learn(
-    kth: float, scores: list[float], state: tuple[float, float, int]
-) -> tuple[float, float, int]:
+    kth: float, scores: list[float], state: tuple[float, float, float, int]
+) -> tuple[float, float, float, int]:
     """What one row teaches, from the docstring."""
-    old, useful, limit = state
+    old, useful, vain, limit = state
     new = kth
     if limit < 0:
         limit = limit + 1 or PROBES
     if math.isfinite(old):
         new = single(single(0.5 * old) + single(0.5 * kth))
         reached = sum(score >= kth for score in scores)
+        others = len(scores) - reached
         useful = single(0.5 * useful + 0.5 * reached) if math.isfinite(useful) else float(reached)
+        vain = single(0.5 * vain + 0.5 * others) if math.isfinite(vain) else float(others)
         limit = int(PROBES + ROWS_FOR_A_USEFUL_ONE * useful)
-        limit = -RESTS if limit == PROBES else limit
+        if limit == PROBES:
+            limit = -RESTS
+        elif vain <= useful:
+            limit = NO_LIMIT
     if not math.isfinite(kth) or limit < 0:
         new = INF
-    return new, useful, limit
+    return new, useful, vain, limit
 
 
 @pytest.mark.parametrize("most", [1, 7, 64, 300])
@@ -174,8 +179,10 @@ def test_learning(backend, most: int) -> None:
     rng, device, values = random.Random(most), backend.device, [0.0, INF, -INF, NAN, -1e30, 3e38]
     states, rows = 40, 30
     thresholds = [rng.choice([*values, single(rng.gauss(0, 1))]) for _ in range(states)]
-    useful = [rng.choice([0.0, INF, 0.3, 2000.0, 9 * rng.random()]) for _ in range(states)]
-    useful = [single(one) for one in useful]
+    useful, vain = (
+        [single(rng.choice([0.0, INF, 0.3, 2000.0, 9 * rng.random()])) for _ in range(states)]
+        for _ in range(2)
+    )
     limits = [rng.choice([NO_LIMIT, 8, 90, -1, -2, -RESTS]) for _ in range(states)]
     slots = rng.sample(range(states), rows)
     slots[3] = slots[17] = -1
@@ -183,12 +190,13 @@ def test_learning(backend, most: int) -> None:
     issued = [rng.randint(0, most) for _ in range(rows)]
     scores = [[single(rng.gauss(0.2, 1)) for _ in range(n)] for n in issued]
     padded = [row + [rng.choice([5.0, -INF])] * (most - len(row)) for row in scores]
-    state = floats(thresholds, device), floats(useful, device), ints(limits, device)
+    averages = (floats(values, device) for values in (useful, vain))
+    state = floats(thresholds, device), *averages, ints(limits, device)
     backend.op("update_thresholds")(
         ints(slots, device), floats(kth, device), floats(padded, device), ints(issued, device),
         *state,
     )  # fmt: skip
-    want = list(zip(thresholds, useful, limits, strict=True))
+    want = list(zip(thresholds, useful, vain, limits, strict=True))
     for row, slot in enumerate(slots):
         if slot >= 0:
             want[slot] = learn(kth[row], scores[row], want[slot])
@@ -198,26 +206,28 @@ def test_learning(backend, most: int) -> None:
 
 
 def test_rows_in_vain_dwindle_until_they_rest_and_useful_ones_bring_more(backend) -> None:
-    """As many candidates as the limit allows, half of them useful, then none, then half again."""
+    """As many as the limit allows, two in five useful, then none, two in five again, then three."""
     device = backend.device
-    state = floats([1.0], device), floats([INF], device), ints([NO_LIMIT], device)
+    unknown = floats([INF], device), floats([INF], device)
+    state = floats([1.0], device), *unknown, ints([NO_LIMIT], device)
     limits = []
-    for share in [0.5] * 8 + [0.0] * 20 + [0.5] * 16:
-        issued = min(max(state[2].item(), 0), 100) if math.isfinite(state[0]) else 0
+    for share in [0.4] * 8 + [0.0] * 20 + [0.4] * 16 + [0.6] * 8:
+        issued = min(max(state[3].item(), 0), 100) if math.isfinite(state[0]) else 0
         useful = round(share * issued)
         scores = [2.0] * useful + [0.0] * (100 - useful)
         backend.op("update_thresholds")(
             ints([0], device), floats([1.0], device), floats([scores], device),
             ints([issued], device), *state,
         )  # fmt: skip
-        limits.append(state[2].item())
+        limits.append(state[3].item())
         assert math.isfinite(state[0]) == (limits[-1] >= 0)
     assert limits[:8] == sorted(limits[:8]) and limits[7] > 100
     rest = [*range(-RESTS, 0), PROBES]
     start = limits.index(-RESTS)
     assert limits[7:start] == sorted(limits[7:start], reverse=True)
     assert limits[start : start + 8] == rest and limits[start + 8] == -RESTS
-    assert limits[-1] > 4 * PROBES
+    assert 4 * PROBES < limits[43] < NO_LIMIT
+    assert limits[-1] == NO_LIMIT
 
 
 @pytest.mark.parametrize("entries", [0, 1, 63, 2048, 2049, 5000])

@@ -86,9 +86,8 @@ class SparseAttention:
         real = batch.num_real_tokens
         selecting = real if self._fits(batch) else len(self._last_rows(batch))
         most = min(real + selecting * self._topk, batch.num_context_rows)
-        if self._rows_ahead is not None:
-            most += self._rows_ahead(batch)
-        self._cache.begin_step(most_rows=most)
+        ahead = 0 if self._rows_ahead is None else self._rows_ahead(batch)
+        self._cache.begin_step(most_rows=most + ahead, prefetches=ahead > 0)
 
     def end_pass(self) -> None:
         """End it: what layers left running on other streams must be done before the next."""

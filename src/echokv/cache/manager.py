@@ -94,12 +94,12 @@ class CacheManager:
         """See `KVCache`."""
         return self.state.metadata_bytes_per_layer * self.state.num_layers
 
-    def begin_step(self, *, most_rows: int | None = None) -> None:
+    def begin_step(self, *, most_rows: int | None = None, prefetches: bool = False) -> None:
         """See `KVCache`."""
         self._wait()
         self._kernels.tick(self.state.clock, self.state.floor, self.state.priority)
         if self._ready is not None:
-            self._ready.begin_step(most_rows)
+            self._ready.begin_step(most_rows, prefetches=prefetches)
 
     def end_step(self) -> None:
         """See `KVCache`."""

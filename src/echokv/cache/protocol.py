@@ -49,12 +49,13 @@ class KVCache(Protocol):
         """Bytes of mappings and priorities, all layers: the plan's line "metadata"."""
         ...
 
-    def begin_step(self, *, most_rows: int | None = None) -> None:
+    def begin_step(self, *, most_rows: int | None = None, prefetches: bool = False) -> None:
         """Start a cache step: what the previous one protected may be evicted.
 
         Args:
             most_rows: most distinct rows that it will select, write and prefetch in one layer,
                 where the caller knows; None: as many as fit.
+            prefetches: whether rows may be fetched in it before they are selected.
         """
         ...
 

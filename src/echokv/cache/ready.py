@@ -18,7 +18,12 @@ from echokv.memory.pools import DevicePool, HostPool
 from echokv.memory.slots import HostSlots
 
 FREE_SHARE = 32
-"""At most one in so many device slots of a layer is free ahead of need."""
+"""Where one in so many device slots of a layer isn't enough to be free ahead of need, none is:
+few free slots don't spare a recall its wait for those that must still be evicted, and each has cost
+a row that may be selected."""
+
+PREFETCH_FREE_SHARE = 16
+"""At most one in so many is free in a step that prefetches, which takes free slots alone."""
 
 
 class ReadyLists:
@@ -60,16 +65,18 @@ class ReadyLists:
         self.scratch = torch.empty(state.device_slots, dtype=torch.int32, device=device)
         """[N_G] int32: what the other ops may use as their slot_buffer."""
 
-    def begin_step(self, most_rows: int | None) -> None:
+    def begin_step(self, most_rows: int | None, *, prefetches: bool) -> None:
         """See to it that enough may leave in this step, in every layer, and have some leave.
 
         Args:
             most_rows: rows that the step can select and write in a layer; None: any number.
+            prefetches: whether rows are taken in before they are selected.
         """
         slots = self._state.device_slots
         # What is taken in, and what is on the list but turns out to be selected: no more than that.
         most_names = slots if most_rows is None else max(1, min(slots, most_rows))
-        self._fused.choose_victims(self._layers, most_names, slots // FREE_SHARE)
+        most_free = slots // (PREFETCH_FREE_SHARE if prefetches else FREE_SHARE)
+        self._fused.choose_victims(self._layers, most_names, most_free, partly=prefetches)
 
     def forget(self, layer: int | None = None) -> None:
         """Have a list made anew for the next step: other ops have freed slots, or used some.

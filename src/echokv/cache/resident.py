@@ -49,7 +49,7 @@ class ResidentCache:
         """See `KVCache`; 5 bytes a slot."""
         return 4 * self._nowhere.numel() + self._slots
 
-    def begin_step(self, *, most_rows: int | None = None) -> None:
+    def begin_step(self, *, most_rows: int | None = None, prefetches: bool = False) -> None:
         """Nothing is protected, so nothing changes."""
 
     def end_step(self) -> None:

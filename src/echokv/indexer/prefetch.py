@@ -207,6 +207,7 @@ class Prefetcher:
             here.found.counts,
             state.thresholds.view(-1),
             state.useful.view(-1),
+            state.vain.view(-1),
             state.limits.view(-1),
         )
         self._cache.count_useful(self._decoder_layers, here.found.host_slots.view(len(entries), -1))
@@ -282,6 +283,7 @@ class Prefetcher:
                 found.counts,
                 predictions.thresholds[index_layer],
                 predictions.useful[index_layer],
+                predictions.vain[index_layer],
                 predictions.limits[index_layer],
             )
         )

@@ -21,6 +21,7 @@ class Predictions:
     useful: (
         Tensor  # [L, S] float32: rows a step that were absent, named and selected; +inf: unknown
     )
+    vain: Tensor  # [L, S] float32: rows a step that were absent, named and not selected; likewise
     limits: Tensor  # [L, S] int32: rows that experience allows, whatever the budget by length
     shifts: Tensor  # [L, S + 1] float32: prefill's predicted k-th score; NaN: none. Last: see below
 
@@ -31,6 +32,7 @@ class Predictions:
         predictions = cls(
             thresholds=torch.empty(shape, dtype=torch.float32, device=device),
             useful=torch.empty(shape, dtype=torch.float32, device=device),
+            vain=torch.empty(shape, dtype=torch.float32, device=device),
             limits=torch.empty(shape, dtype=torch.int32, device=device),
             shifts=torch.full((index_layers, request_slots + 1), torch.nan, device=device),
         )
@@ -46,4 +48,5 @@ class Predictions:
             self.shifts[:, slot].copy_(self.shifts[:, -1])
             self.thresholds[:, slot].fill_(torch.inf)
             self.useful[:, slot].fill_(torch.inf)
+            self.vain[:, slot].fill_(torch.inf)
             self.limits[:, slot].fill_(NO_LIMIT)

@@ -16,11 +16,13 @@ EMA_ALPHA = 0.5
 """Weight of the past in the predicted k-th score (ECHO paper, section 5.1)."""
 
 USEFUL_ALPHA = 0.5
-"""Weight of the past in the number of useful rows."""
+"""Weight of the past in the numbers of useful rows, and of rows in vain."""
 
 ROWS_FOR_A_USEFUL_ONE = 4
-"""Rows that a request may fetch in a layer for each that was useful of late. So what it gets
-dwindles to PROBES where fewer than one in four is useful, or few are missing, and grows otherwise.
+"""Rows that a request may fetch in a layer for each that was useful of late, where more come in
+vain than are useful. So what it gets dwindles to PROBES where fewer than one in four is useful.
+Where no more come in vain there is NO_LIMIT: rows are missing in bursts, and an average of steps
+with few would hold back those with many.
 """
 
 PROBES = 8
@@ -156,6 +158,7 @@ def check_learn_args(
     num_candidates: Tensor,
     thresholds: Tensor,
     useful: Tensor,
+    vain: Tensor,
     limits: Tensor,
 ) -> None:
     """Raise ValueError unless `update_thresholds` can take these."""
@@ -168,6 +171,7 @@ def check_learn_args(
     check_tensor("thresholds", thresholds, (None,), torch.float32)
     slots = thresholds.shape[0]
     check_tensor("useful", useful, (slots,), torch.float32, device=device)
+    check_tensor("vain", vain, (slots,), torch.float32, device=device)
     check_tensor("limits", limits, (slots,), torch.int32, device=device)
 
 

@@ -22,7 +22,9 @@ class FusedRecall(Protocol):
     Contracts are in `kernels/cuda/{victims,recall,append}.py`.
     """
 
-    def choose_victims(self, layers: FusedLayers, most_rows: int, most_free: int) -> None: ...
+    def choose_victims(
+        self, layers: FusedLayers, most_rows: int, most_free: int, *, partly: bool
+    ) -> None: ...
 
     def make_resident(
         self,
@@ -397,6 +399,7 @@ class Kernels(Fp8Kernels, ModelKernels, Protocol):
         num_candidates: Tensor,
         thresholds: Tensor,
         useful: Tensor,
+        vain: Tensor,
         limits: Tensor,
     ) -> None: ...
 

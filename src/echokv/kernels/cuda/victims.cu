@@ -36,6 +36,7 @@ struct VictimArguments {
   i32 slots, host_slots;
   i32 most_rows;  // names that must be left
   i32 most_free;  // slots that are free ahead of need, at most
+  i32 partly;     // whether so many are when more are needed; otherwise none is
 };
 
 DEVICE u32 age_of(i32 priority, i32 floor) {
@@ -137,9 +138,9 @@ DEVICE void trim(const VictimArguments& a, VictimShared* shared, i32* cursor, u6
 }
 
 // How many slots to have free: half as many again as the last step took.
-DEVICE u32 free_ahead(const i32* cursor, i32 most_free) {
-  const u32 taken = cursor[TAKEN] - cursor[BEGAN];
-  return smaller(taken + taken / 2, most_free);
+DEVICE u32 free_ahead(const i32* cursor, i32 most_free, i32 partly) {
+  const u32 taken = cursor[TAKEN] - cursor[BEGAN], wanted = taken + taken / 2;
+  return wanted <= u32(most_free) || partly ? smaller(wanted, most_free) : 0;
 }
 
 // Have the first names' slots free; all blocks of the layer, when the list is as it is to be.
@@ -186,7 +187,7 @@ KERNEL(VICTIM_THREADS, 2) void choose_victims(ARGUMENTS VictimArguments a) {
   const u64 layer = block_index() / blocks;
   i32* cursor = a.cursor + layer * CURSOR;
   const i32 floor = *a.floor;
-  const u32 ahead = free_ahead(cursor, a.most_free);
+  const u32 ahead = free_ahead(cursor, a.most_free, a.partly);
   if (lasts(cursor, floor, a.most_rows)) {  // so say all blocks of the cluster
     cluster_arrive();
     cluster_wait();  // they have

@@ -32,11 +32,14 @@ class VictimArguments(Arguments):
                 "cursor", "totals",
             )
         ),
-        *((name, ctypes.c_int32) for name in ("slots", "host_slots", "most_rows", "most_free")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("slots", "host_slots", "most_rows", "most_free", "partly")
+        ),
     )  # fmt: skip
 
 
-def choose_victims(layers: FusedLayers, most_rows: int, most_free: int) -> None:
+def choose_victims(layers: FusedLayers, most_rows: int, most_free: int, *, partly: bool) -> None:
     """Make sure that each layer's list names enough slots that may leave, in the right order.
 
     A list that has as many names left as a step may take stays as it is. Any other is made anew:
@@ -55,6 +58,7 @@ def choose_victims(layers: FusedLayers, most_rows: int, most_free: int) -> None:
             TOUCHED for one whose list is not to be used any longer.
         most_rows: names that must be left: most rows that this step may select or take in.
         most_free: slots that are made free ahead of need, at most.
+        partly: whether so many are when more are needed; otherwise none is.
     """
     layers.check()
     if most_rows <= 0:
@@ -63,12 +67,14 @@ def choose_victims(layers: FusedLayers, most_rows: int, most_free: int) -> None:
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     cluster = cluster_size(count, sms)
     MODULE.launch(
-        "choose_victims", victim_arguments(layers, most_rows, most_free), device,
+        "choose_victims", victim_arguments(layers, most_rows, most_free, partly), device,
         blocks=count * cluster, shared_bytes=SHARED_BYTES, cluster=cluster,
     )  # fmt: skip
 
 
-def victim_arguments(layers: FusedLayers, most_rows: int, most_free: int) -> VictimArguments:
+def victim_arguments(
+    layers: FusedLayers, most_rows: int, most_free: int, partly: bool
+) -> VictimArguments:
     """What the kernel takes."""
     return VictimArguments(
         *(
@@ -78,7 +84,7 @@ def victim_arguments(layers: FusedLayers, most_rows: int, most_free: int) -> Vic
                 layers.host_to_device, layers.ready, layers.cursor, layers.totals,
             )
         ),
-        layers.priority.shape[1], layers.host_to_device.shape[1], most_rows, most_free,
+        layers.priority.shape[1], layers.host_to_device.shape[1], most_rows, most_free, partly,
     )  # fmt: skip
 
 

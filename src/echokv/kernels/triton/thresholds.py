@@ -6,6 +6,7 @@ from torch import Tensor
 
 from echokv.kernels.prefetch_args import (
     EMA_ALPHA,
+    NO_LIMIT,
     PROBES,
     RESTS,
     ROWS_FOR_A_USEFUL_ONE,
@@ -20,6 +21,13 @@ def _is_finite(x):
 
 
 @triton.jit
+def _moved(average, count, ALPHA: tl.constexpr):
+    """An average after a step with such a count."""
+    count = count.to(tl.float32)
+    return tl.where(_is_finite(average), ALPHA * average + (1 - ALPHA) * count, count)
+
+
+@triton.jit
 def _update_thresholds(
     request_slots,  # [T]
     kth_scores,  # [T]
@@ -27,6 +35,7 @@ def _update_thresholds(
     num_candidates,  # [T]
     thresholds,  # [S]
     useful,  # [S]
+    vain,  # [S]
     limits,  # [S]
     most,
     ALPHA: tl.constexpr,
@@ -34,6 +43,7 @@ def _update_thresholds(
     PROBED: tl.constexpr,
     RESTED: tl.constexpr,
     EACH: tl.constexpr,
+    UNLIMITED: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """One program a row."""
@@ -51,13 +61,16 @@ def _update_thresholds(
             score = tl.load(
                 candidate_scores + row * most + column, mask=column < issued, other=float("-inf")
             )
-            reached = tl.sum(((column < issued) & (score >= kth)).to(tl.int32)).to(tl.float32)
-            before = tl.load(useful + slot)
-            after = USEFUL * before + (1 - USEFUL) * reached
-            after = tl.where(_is_finite(before), after, reached)
-            tl.store(useful + slot, after)
-            limit = (PROBED + EACH * after).to(tl.int32)
-            limit = tl.where(limit == PROBED, -RESTED, limit)
+            counted = column < issued
+            reached = counted & (score >= kth)
+            useful_after = _moved(tl.load(useful + slot), tl.sum(reached.to(tl.int32)), USEFUL)
+            missed = tl.sum((counted & (reached == 0)).to(tl.int32))
+            vain_after = _moved(tl.load(vain + slot), missed, USEFUL)
+            tl.store(useful + slot, useful_after)
+            tl.store(vain + slot, vain_after)
+            limit = (PROBED + EACH * useful_after).to(tl.int32)
+            no_limit = tl.where(vain_after <= useful_after, UNLIMITED, limit)
+            limit = tl.where(limit == PROBED, -RESTED, no_limit)
         tl.store(limits + slot, limit)
         predicts = _is_finite(kth) & (limit >= 0)
         tl.store(thresholds + slot, tl.where(predicts, new, float("inf")))
@@ -70,19 +83,22 @@ def update_thresholds(
     num_candidates: Tensor,
     thresholds: Tensor,
     useful: Tensor,
+    vain: Tensor,
     limits: Tensor,
 ) -> None:
     """Learn from the true k-th scores; see `reference.update_thresholds`."""
     check_learn_args(
-        request_slots, kth_scores, candidate_scores, num_candidates, thresholds, useful, limits
-    )
+        request_slots, kth_scores, candidate_scores, num_candidates,
+        thresholds, useful, vain, limits,
+    )  # fmt: skip
     rows, most = candidate_scores.shape
     if rows == 0:
         return
     _update_thresholds[(rows,)](
-        request_slots, kth_scores, candidate_scores, num_candidates, thresholds, useful, limits,
+        request_slots, kth_scores, candidate_scores, num_candidates,
+        thresholds, useful, vain, limits,
         most, ALPHA=EMA_ALPHA, USEFUL=USEFUL_ALPHA, PROBED=PROBES, RESTED=RESTS,
-        EACH=ROWS_FOR_A_USEFUL_ONE, MOST=triton.next_power_of_2(most),
+        EACH=ROWS_FOR_A_USEFUL_ONE, UNLIMITED=NO_LIMIT, MOST=triton.next_power_of_2(most),
     )  # fmt: skip
 
 
@@ -96,6 +112,7 @@ COMPILE_SIGNATURES = (
             "num_candidates": "*i32",
             "thresholds": "*fp32",
             "useful": "*fp32",
+            "vain": "*fp32",
             "limits": "*i32",
             "most": "i32",
             "ALPHA": EMA_ALPHA,
@@ -103,6 +120,7 @@ COMPILE_SIGNATURES = (
             "PROBED": PROBES,
             "RESTED": RESTS,
             "EACH": ROWS_FOR_A_USEFUL_ONE,
+            "UNLIMITED": NO_LIMIT,
             "MOST": 512,
         },
     ),
