@@ -3,12 +3,12 @@
 //   scoring warps --candidates--> lists, in device memory --> fetching warps --claims--> device pool
 //
 // A candidate is a position whose score is at least the row's predicted k-th score. Each warp of
-// `index_scores` that makes scores puts its candidates on a list of its own, without an atomic. Block
-// b of `fetch_listed`, a launch on another stream that shares the SMs with the scores and then with
-// the top-k, reads the lists of scoring block b. Nobody who scores waits: a list that is full forgets
-// a candidate, which costs a later recall and nothing else. An entry is written whole, and carries
-// the epoch of the launch, so that nothing need be emptied: what another launch has left is of
-// another epoch. After its last page a warp puts an END for each thread that reads its list.
+// `index_scores` that makes scores puts its candidates on a list of its own, without an atomic. A
+// block of `fetch_listed`, a launch on another stream that shares the SMs with the scores and then
+// with the top-k, reads a list of each of some scoring blocks. Nobody who scores waits: a list that is
+// full forgets a candidate, which costs a later recall and nothing else. An entry is written whole,
+// and carries the epoch of the launch, so that nothing need be emptied: what another launch has left
+// is of another epoch. After its last page a warp puts an END for each thread that reads its list.
 //
 // A fetching warp drops candidates that are resident, and asks the row's budget for the others:
 // `counts` is raised, and lowered again where that exceeds the budget, so that it ends at what was
@@ -233,12 +233,14 @@ DEVICE bool fetch_found(const ListedArguments& a, const Candidate& candidate, i3
   return true;
 }
 
-// A thread of a block that fetches what the scoring block of the same number lists.
+// A thread of a block that fetches what scoring blocks list, one list of each: a request that misses
+// many rows at once is scored by few blocks, and then as many fetch them as a block has lists.
 DEVICE void fetch_list(const ListedArguments& a, u32 thread) {
   const u32 lane = thread % WARP, epoch = *a.epoch;
   // Neighbours read neighbouring entries of one list.
-  const u32 readers = LISTED_THREADS / a.num_lists;
-  const Listed* list = a.lists + u64(block_index() * a.num_lists + thread / readers) * LIST;
+  const u32 readers = LISTED_THREADS / a.num_lists, number = thread / readers;
+  const u32 scoring = (block_index() + number) % grid_size();
+  const Listed* list = a.lists + u64(scoring * a.num_lists + number) * LIST;
   const i32 floor = *a.prefetch.layer.floor;
   Fetched fetched = {0, 0};
   u32 place = thread % readers;
