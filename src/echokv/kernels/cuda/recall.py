@@ -34,7 +34,7 @@ _WIDE = ("make_resident_beside", "make_many_resident_beside")
 KERNELS = ("make_resident", "make_many_resident", *_WIDE, "gather_rows")
 MODULE = CudaModule("recall", threads=512, others=dict.fromkeys(_WIDE, WIDE_THREADS))
 
-ONE_SM_IN, MOST_IN = 5, 4
+ONE_SM_IN, MOST_IN = 5, 2
 """Of so many SMs, a recall that runs beside other kernels has one for itself; and at most, where
 its blocks would otherwise look at one tile after the other."""
 
