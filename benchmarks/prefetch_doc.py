@@ -7,6 +7,7 @@ Marks are those of `doc_tables.py`, names the keys of TABLES.
 docs/prefetch.md names the commands that write the results.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -253,7 +254,8 @@ def bins_table() -> str:
 
 def goals_table() -> str:
     """The figures to reach of issue 5, and what was."""
-    fetched = [one for one in load(CUDA)["segments"] if one["row_bytes"] == 656]
+    segments = load(CUDA)["segments"]
+    fetched = [one for one in segments if one["row_bytes"] == 656]
     ratios = [
         one["median_us"]["cuda, query quantised"] / one["median_us"]["deep_gemm, query quantised"]
         for one in load("index_scores")["timings"]
@@ -262,9 +264,11 @@ def goals_table() -> str:
              f"{min(ratios):.2f}x to {max(ratios):.2f}x"]]  # fmt: skip
     for hit, goal in ((0.5, 1.35), (0.9, 1.6), (0.97, 1.15)):
         best = []
-        for variant in VARIANTS[:2]:
-            one = max((x for x in fetched if x["hit"] == hit), key=lambda x: x["speedup"][variant])
-            best.append(f"{variant} {one['speedup'][variant]:.2f}x at {shape_of(one)}")
+        for variant, row_bytes in itertools.product(VARIANTS[:2], (656, 1152)):
+            of_rows = (x for x in segments if (x["hit"], x["row_bytes"]) == (hit, row_bytes))
+            one = max(of_rows, key=lambda x: x["speedup"][variant])
+            ratio = one["speedup"][variant]
+            best.append(f"{variant} {ratio:.2f}x at {shape_of(one)}, {row_bytes} B")
         words = f"segment, hit rate {hit}, at least {goal}x at the best shape"
         rows.append([words, "; ".join(best)])
     missing = [one for one in fetched if one["hit"] < 1]

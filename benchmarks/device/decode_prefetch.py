@@ -73,9 +73,9 @@ class Scale:
 REAL = Scale(
     preset="deepseek-v3.2-dp8-slice",
     weights="fp8",
-    layers=10,  # five engines of 48 requests must fit
+    layers=10,  # five engines of 64 requests must fit
     dense_layers=1,
-    shapes=((13, 98_304), (24, 90_112), (48, 90_112), (13, 32_768)),
+    shapes=((13, 98_304), (24, 90_112), (48, 90_112), (13, 32_768), (64, 90_112)),
     steps=15,
     warmup_steps=40,
 )

@@ -18,8 +18,9 @@ _FP8_BLOCK = (128, 128)
 PREFETCH_PAYS = False
 """Whether --prefetch auto means on where rows can move while scores are made. The segment of
 indexer, top-k and recall gains there (docs/prefetch.md); a decode step, whose recall is hidden
-beside the query's products anyway, gained up to 0.7% with realistic predictions where 5% are
-missing, and nothing where hardly any are. Whole models at light load haven't been measured."""
+beside the query's products anyway, gained up to 2.6% with realistic predictions where 5% are
+missing, and nothing with few requests or where hardly any are. Whole models at light load haven't
+been measured."""
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
