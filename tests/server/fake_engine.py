@@ -5,6 +5,7 @@ output, as a model's would; the byte 0x01 makes the engine fail at that token.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator
@@ -59,6 +60,7 @@ class FakeEngine:
         self.token_delay_s = token_delay_s
         self.start_error = start_error
         self.load_s = load_s
+        self.loaded = asyncio.Event()  # ends the load before its time
         self.failing_token = failing_token
         self.max_requests = 64
         self.running: dict[str, SamplingParams] = {}
@@ -73,7 +75,8 @@ class FakeEngine:
         return self.phase == "ready"
 
     async def start(self) -> None:
-        await asyncio.sleep(self.load_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.loaded.wait(), self.load_s)
         if self.start_error is not None:
             self.phase = "failed"
             raise self.start_error

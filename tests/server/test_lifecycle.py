@@ -57,7 +57,7 @@ async def health(client: httpx2.AsyncClient) -> tuple[int, str]:
 
 def test_health_while_loading(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        engine = FakeEngine(tokenizer, ready=False, load_s=0.5)
+        engine = FakeEngine(tokenizer, ready=False, load_s=60)
         async with serving(engine) as (_, client):
             assert await health(client) == (503, "loading weights")
             engine.phase = "pinning host memory"
@@ -69,6 +69,7 @@ def test_health_while_loading(tokenizer: Tokenizer) -> None:
             assert (await client.get("/v1/models")).status_code == 503
             assert (await client.get("/version")).status_code == 200
             assert (await client.get("/metrics")).status_code == 200
+            engine.loaded.set()
             await until(lambda: _is(health(client), (200, "ready")))
             assert (await client.post("/v1/completions", json={"prompt": "a"})).is_success
 

@@ -23,7 +23,7 @@ few free slots don't spare a recall its wait for those that must still be evicte
 a row that may be selected."""
 
 PREFETCH_FREE_SHARE = 16
-"""At most one in so many is free in a step that prefetches, which takes free slots alone."""
+"""At most one in so many is free in a step that prefetches, which in decode takes only these."""
 
 
 class ReadyLists:
