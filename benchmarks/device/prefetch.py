@@ -43,7 +43,6 @@ from echokv.indexer.indexer import Indexer, Selection
 from echokv.indexer.prefetch import PrefetchBudget, Prefetcher
 from echokv.indexer.threshold import Predictions
 from echokv.kernels.fused_layer import BEGAN, TAKEN
-from echokv.kernels.prefetch_args import NO_LIMIT
 from echokv.kernels.registry import load_kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
 from echokv.memory.pools import DevicePool, HostPool
@@ -412,14 +411,12 @@ def measure(case: Case, hits: tuple[float, ...]) -> Iterator[dict[str, Any]]:
 def recall_limits(predictions: Predictions, learnt: Predictions | None) -> None:
     """Set what limits budgets to what was learnt, or to what a new request has."""
     if learnt is None:
-        predictions.useful.fill_(torch.inf)
-        predictions.vain.fill_(torch.inf)
-        predictions.limits.fill_(NO_LIMIT)
-    else:
-        predictions.useful.copy_(learnt.useful)
-        predictions.vain.copy_(learnt.vain)
-        predictions.limits.copy_(learnt.limits)
-        predictions.thresholds.masked_fill_(learnt.limits < 0, torch.inf)  # it rests
+        thresholds = predictions.thresholds
+        learnt = Predictions.create(*thresholds.shape, thresholds.device)
+    predictions.useful.copy_(learnt.useful)
+    predictions.vain.copy_(learnt.vain)
+    predictions.limits.copy_(learnt.limits)
+    predictions.thresholds.masked_fill_(learnt.limits < 0, torch.inf)  # it rests
 
 
 def parts(case: Case) -> dict[str, float]:

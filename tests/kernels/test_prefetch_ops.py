@@ -190,7 +190,7 @@ def test_learning(backend, most: int) -> None:
     issued = [rng.randint(0, most) for _ in range(rows)]
     scores = [[single(rng.gauss(0.2, 1)) for _ in range(n)] for n in issued]
     padded = [row + [rng.choice([5.0, -INF])] * (most - len(row)) for row in scores]
-    averages = (floats(values, device) for values in (useful, vain))
+    averages = floats(useful, device), floats(vain, device)
     state = floats(thresholds, device), *averages, ints(limits, device)
     backend.op("update_thresholds")(
         ints(slots, device), floats(kth, device), floats(padded, device), ints(issued, device),
