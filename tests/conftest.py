@@ -32,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Random numbers of a test are the same whatever ran before it."""
+    torch.manual_seed(20)
+
+
 @pytest.fixture
 def document_tokens(request: pytest.FixtureRequest) -> int:
     """The value of --document-tokens."""

@@ -167,7 +167,16 @@ def test_perfect_predictions_are_the_kth_scores(scripts: Any, case: Any) -> None
         assert torch.equal(case.thresholds["perfect"][layer], case.selection(layer).kth_scores)
 
 
-def test_a_whole_run(scripts: Any, case: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run(
+    scripts: Any, case: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every round is checked, so that it is known by how many rows the sides differ in any."""
+    run = scripts.Round.run
+
+    def checked(self: Any, name: str, others: Any, *, check: bool) -> Any:
+        return run(self, name, others, check=True)
+
+    monkeypatch.setattr(scripts.Round, "run", checked)
     calls: list[int] = []
     found = scripts.measure(
         case, peer_of(scripts, case), lambda: calls.append(1), (0.0, 0.1), repeats=2

@@ -80,9 +80,8 @@ def device(backend: Backend) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _poison_and_seed() -> Iterator[None]:
-    """Fill `torch.empty` with NaN or the largest integer, and fix the random numbers."""
-    torch.manual_seed(20)
+def _poison() -> Iterator[None]:
+    """Fill `torch.empty` with NaN or the largest integer."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
