@@ -10,8 +10,8 @@
 // and carries the epoch of the launch, so that nothing need be emptied: what another launch has left
 // is of another epoch. After its last page a warp puts an END for each thread that reads its list.
 //
-// A fetching warp drops candidates that are resident, and asks the row's budget for the others:
-// `counts` is raised, and lowered again where that exceeds the budget, so that it ends at what was
+// A fetching warp drops candidates that are resident, and fetches two others at a time, one with each
+// half of its lanes: most of what a claim takes is waiting. A half asks its row's budget: `counts` is raised, and lowered again where that exceeds the budget, so that it ends at what was
 // granted and no grant is made twice. It takes a name off the ready list, of a slot that is free,
 // claims the row and publishes the mapping by the protocol of claims.cuh, at the floor (protected in
 // this step, below whatever is selected in it), notes that it was fetched, and copies the row. Nobody
@@ -41,7 +41,6 @@ constexpr u64 PATIENCE = 1000000;    // nanoseconds
 #define LISTED_THREADS 128
 #endif
 constexpr u32 BUDGET_UNIT = 1u << 16;
-constexpr u32 WORDS_IN_FLIGHT = 3;  // of sixteen bytes, a lane
 
 // An entry of a scoring block's list.
 struct alignas(16) Listed {
@@ -79,7 +78,7 @@ DEVICE u32 budget_of(const PrefetchArguments& a, const Contexts& contexts, u32 r
   return by_length + a.least < most ? u32(by_length) + a.least : most;
 }
 
-// What one lane has in hand.
+// What a lane has in hand, or half a warp.
 struct Candidate {
   bool valid;
   i32 host_slot;
@@ -87,47 +86,52 @@ struct Candidate {
   u32 row;
 };
 
-// A place among a row's candidates, within its budget; at least `most` where there is none. Whole warps.
-DEVICE u32 ask_budget(const PrefetchArguments& a, const Contexts& contexts, u32 row, u32 lane) {
-  u32 place = a.most;
-  if (lane == 0) {
-    const u32 before = u32(atomicAdd(a.counts + row, 1));
-    if (before < budget_of(a, contexts, row))
-      place = before;
-    else
-      atomicAdd(a.counts + row, -1);
-  }
-  return __shfl_sync(ALL_LANES, place, 0);
+// A place among a row's candidates, within its budget; at least `most` where there is none.
+DEVICE u32 ask_budget(const PrefetchArguments& a, const Contexts& contexts, u32 row) {
+  const u32 before = u32(atomicAdd(a.counts + row, 1));
+  if (before < budget_of(a, contexts, row)) return before;
+  atomicAdd(a.counts + row, -1);
+  return a.most;
 }
 
-// A part of a row: what a warp asks for at once.
+// A part of a row: what some lanes ask for at once, so many times sixteen bytes each.
+template <u32 LANES_OF_IT, u32 WORDS_OF_LANE>
 struct RowPart {
-  Words words[WORDS_IN_FLIGHT];
+  static constexpr u32 LANES = LANES_OF_IT, WORDS = WORDS_OF_LANE, BYTES = LANES * WORDS * 16;
+  Words words[WORDS];
 };
-constexpr u32 PART_BYTES = WORDS_IN_FLIGHT * WARP * 16;
 
-DEVICE RowPart load_part(const u8* from, u32 bytes, u32 lane) {
-  RowPart part;
+template <typename Part>
+DEVICE Part load_part(const u8* from, u32 bytes, u32 lane) {
+  Part part;
 #pragma unroll
-  for (u32 i = 0; i < WORDS_IN_FLIGHT; i++)
-    if ((i * WARP + lane) * 16 < bytes) part.words[i] = load_row_words(from + (i * WARP + lane) * 16);
+  for (u32 i = 0; i < Part::WORDS; i++) {
+    const u32 at = (i * Part::LANES + lane) * 16;
+    if (at < bytes) part.words[i] = load_row_words(from + at);
+  }
   return part;
 }
 
-DEVICE void store_part(u8* to, const RowPart& part, u32 bytes, u32 lane) {
+template <typename Part>
+DEVICE void store_part(u8* to, const Part& part, u32 bytes, u32 lane) {
 #pragma unroll
-  for (u32 i = 0; i < WORDS_IN_FLIGHT; i++)
-    if ((i * WARP + lane) * 16 < bytes) store_row_words(to + (i * WARP + lane) * 16, part.words[i]);
+  for (u32 i = 0; i < Part::WORDS; i++) {
+    const u32 at = (i * Part::LANES + lane) * 16;
+    if (at < bytes) store_row_words(to + at, part.words[i]);
+  }
 }
 
 // The rest of a row, whose first part is there, and all of it to its device slot.
-DEVICE void store_row(const Layer& layer, const RowPart& first, i32 host_slot, i32 slot, u32 lane) {
+template <typename Part>
+DEVICE void store_row(const Layer& layer, const Part& first, i32 host_slot, i32 slot, u32 lane) {
   const u32 row_bytes = layer.row_bytes;
   const u8* from = host_row(layer, host_slot);
   u8* to = device_row(layer, slot);
   store_part(to, first, row_bytes, lane);
-  for (u32 at = PART_BYTES; at < row_bytes; at += PART_BYTES)
-    store_part(to + at, load_part(from + at, row_bytes - at, lane), row_bytes - at, lane);
+  for (u32 at = Part::BYTES; at < row_bytes; at += Part::BYTES) {
+    const Part part = load_part<Part>(from + at, row_bytes - at, lane);
+    store_part(to + at, part, row_bytes - at, lane);
+  }
 }
 
 struct Fetched {
@@ -141,33 +145,21 @@ DEVICE void add_fetched(const PrefetchArguments& a, const Fetched& fetched, u32 
   add_total(a.layer.totals, ALLOCATED, fetched.rows);
 }
 
-// Fetch a row if it is still absent, into a free slot only: a recall beside counts on what it finds.
-// `at` is where it is on the lists. False: no slot is free any more. Whole warps.
-DEVICE bool take_in_free(const PrefetchArguments& a, i32 host_slot, u32 at, i32 floor,
-                         Fetched* fetched, u32 lane) {
+// A free slot for a row that is still absent, which it has from then on; NONE where there is none, or
+// the row isn't absent. Only free ones: a recall beside counts on what it finds. `at` is where the row is
+// on the lists. `room`: whether a slot was free.
+DEVICE i32 claim_free(const PrefetchArguments& a, i32 host_slot, u32 at, i32 floor, bool* room) {
   const Layer& layer = a.layer;
-  bool room = false;
-  i32 slot = NONE;  // that it goes to
-  if (lane == 0) {
-    const Victim victim = name_victim(layer, ready_list(layer, floor), take_names(layer, 1));
-    room = is_free(victim);
-    if (room && claim(layer, host_slot)) {
-      slot = victim.slot;
-      layer.device_to_host[slot] = host_slot;
-      layer.device_free[slot] = 0;
-      store_shared_value(layer.priority + slot, floor);
-      a.host_slots[at] = host_slot;
-      device_fence();  // whoever sees the mapping sees the priority: then it is a hit
-      store_shared_value(layer.host_to_device + host_slot, slot);
-    }
-  }
-  slot = __shfl_sync(ALL_LANES, slot, 0);
-  if (slot >= 0) {
-    fetched->rows++;
-    const RowPart part = load_part(host_row(layer, host_slot), layer.row_bytes, lane);
-    store_row(layer, part, host_slot, slot, lane);
-  }
-  return __any_sync(ALL_LANES, room);
+  const Victim victim = name_victim(layer, ready_list(layer, floor), take_names(layer, 1));
+  *room = is_free(victim);
+  if (!*room || !claim(layer, host_slot)) return NONE;
+  layer.device_to_host[victim.slot] = host_slot;
+  layer.device_free[victim.slot] = 0;
+  store_shared_value(layer.priority + victim.slot, floor);
+  a.host_slots[at] = host_slot;
+  device_fence();  // whoever sees the mapping sees the priority: then it is a hit
+  store_shared_value(layer.host_to_device + host_slot, victim.slot);
+  return victim.slot;
 }
 
 // List the lanes' candidates; all of a scoring warp, whose count is in shared memory.
@@ -203,32 +195,58 @@ DEVICE bool is_open(const ListedArguments& a, u32 row) {
   return u32(load_shared_value(a.kth + row)) == UNKNOWN;
 }
 
+// Whether a candidate is to be fetched, as far as can be seen; all that tells is asked for at once.
+DEVICE bool is_wanted(const ListedArguments& a, const Candidate& candidate) {
+  const PrefetchArguments& to = a.prefetch;
+  const bool open = is_open(a, candidate.row);
+  const i32 found = load_shared_value(to.layer.host_to_device + candidate.host_slot);
+  const u32 count = u32(load_shared_value(to.counts + candidate.row));
+  return open && found == NONE && count < budget_of(to, a.contexts, candidate.row);
+}
+
+// Half a warp fetches a row. More on their way at once would not come sooner, and slow the scores.
+constexpr u32 TEAM = WARP / 2, TEAMS = WARP / TEAM;
+using TeamPart = RowPart<TEAM, 5>;  // all of 1,152 bytes
+
+// Fetch each team's candidate. False: no slot is free any more. Whole warps.
+DEVICE bool fetch_rows(const ListedArguments& a, const Candidate& candidate, i32 floor,
+                       Fetched* fetched, u32 lane) {
+  const PrefetchArguments& to = a.prefetch;
+  bool room = true;
+  i32 slot = NONE;  // that a row goes to
+  if (lane % TEAM == 0 && candidate.valid) {
+    const u32 place = ask_budget(to, a.contexts, candidate.row);
+    if (place < to.most) {
+      const u32 at = candidate.row * to.most + place;
+      to.scores[at] = candidate.score;
+      slot = claim_free(to, candidate.host_slot, at, floor, &room);
+    }
+  }
+  fetched->rows += __popc(__ballot_sync(ALL_LANES, slot >= 0));
+  slot = __shfl_sync(ALL_LANES, slot, lane / TEAM * TEAM);
+  if (slot >= 0) {
+    const u8* from = host_row(to.layer, candidate.host_slot);
+    const TeamPart part = load_part<TeamPart>(from, to.layer.row_bytes, lane % TEAM);
+    store_row(to.layer, part, candidate.host_slot, slot, lane % TEAM);
+  }
+  return __all_sync(ALL_LANES, room);
+}
+
 // Fetch those of the lanes' candidates that are absent, as far as budgets go and until the rows'
-// selections are known. One after the other: a few hundred rows on their way are all that PCIe needs.
-// False: no slot is free any more.
+// selections are known. False: no slot is free any more.
 DEVICE bool fetch_found(const ListedArguments& a, const Candidate& candidate, i32 floor,
                         Fetched* fetched, u32 lane) {
-  const PrefetchArguments& to = a.prefetch;
-  bool waits = false;
-  if (candidate.valid) {  // all three are asked for at once
-    const bool open = is_open(a, candidate.row);
-    const i32 found = load_shared_value(to.layer.host_to_device + candidate.host_slot);
-    const u32 count = u32(load_shared_value(to.counts + candidate.row));
-    waits = open && found < 0 && count < budget_of(to, a.contexts, candidate.row);
-  }
-  for (u32 left = __ballot_sync(ALL_LANES, waits); left != 0;) {
-    const u32 next = __ffs(left) - 1, row = __shfl_sync(ALL_LANES, candidate.row, next);
-    left &= left - 1;
-    const u32 place = ask_budget(to, a.contexts, row, lane);
-    if (place >= to.most) {
-      left &= ~__ballot_sync(ALL_LANES, candidate.row == row);
-      continue;
-    }
-    const u32 at = row * to.most + place;
-    if (lane == next) to.scores[at] = candidate.score;
-    const i32 host_slot = __shfl_sync(ALL_LANES, candidate.host_slot, next);
-    if (!take_in_free(to, host_slot, at, floor, fetched, lane)) return false;
-    left &= __ballot_sync(ALL_LANES, (left >> lane & 1) && is_open(a, candidate.row));
+  bool waits = candidate.valid && is_wanted(a, candidate);
+  for (u32 left; (left = __ballot_sync(ALL_LANES, waits)) != 0;) {
+    u32 mine = left;  // whose first is this team's
+    for (u32 team = 0; team < TEAMS; team++, left &= left - 1)
+      if (team < lane / TEAM) mine &= mine - 1;
+    const u32 next = mine != 0 ? __ffs(mine) - 1 : lane;
+    const Candidate taken = {mine != 0, __shfl_sync(ALL_LANES, candidate.host_slot, next),
+                             bits_float(__shfl_sync(ALL_LANES, float_bits(candidate.score), next)),
+                             __shfl_sync(ALL_LANES, candidate.row, next)};
+    if (!fetch_rows(a, taken, floor, fetched, lane)) return false;
+    waits = (left >> lane & 1) != 0 && is_wanted(a, candidate);
   }
   return true;
 }
