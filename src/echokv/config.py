@@ -261,7 +261,7 @@ class EngineConfig:
     host_memory: str = "auto"  # of the host pool, for a GPU: auto, managed or pinned
     device_pool_tokens: int | None = None  # device pool, rows a layer
     offload: bool = True  # False: every row in HBM, no host pool (--no-offload)
-    prefetch: str = "auto"  # rows move on predictions, before they are selected: auto, on or off
+    prefetch: str = "auto"  # rows move before they are selected: auto, on, in decode alone, or off
     max_model_len: int | None = None  # tokens; None: the model's
     max_num_seqs: int = 64  # running requests
     max_num_batched_tokens: int = 2048  # tokens a step; the prefill chunk

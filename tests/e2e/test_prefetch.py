@@ -256,6 +256,9 @@ def test_prefill_moves_rows_before_they_are_selected(
         assert sum(came) >= least[name]
         assert sum(moved(stats)) == sum(came)
         assert all(layer.prefetched_wasted_rows == 0 for layer in stats.layers)
+    came.clear()
+    stats = same(run_cached(demo_model, prefetch="decode"), (tokens, log))
+    assert came == [] and sum(moved(stats)) > 0
 
 
 def test_the_trained_model_prefetches_what_it_needs() -> None:
@@ -298,7 +301,11 @@ def test_everything_resident_never_prefetches(demo_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"prefetch": "maybe"}, "not one of auto, on, off"), ({"offload": False}, "contradicts")],
+    [
+        ({"prefetch": "maybe"}, "not one of auto, on, decode, off"),
+        ({"offload": False}, "on contradicts"),
+        ({"offload": False, "prefetch": "decode"}, "decode contradicts"),
+    ],
 )
 def test_contradictions_are_refused(demo_model: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"--prefetch.*{words}"):

@@ -27,15 +27,31 @@ CHECKPOINT = Path(__file__).parents[2] / "examples" / "demo_model" / "checkpoint
         ({"index_head_dim": 64}, False),
     ],
 )
-def test_prefetch_is_on_where_rows_can_move_while_scores_are_made(
-    changes: dict[str, Any], expected: bool
-) -> None:
+def test_where_rows_can_move_while_scores_are_made(changes: dict[str, Any], expected: bool) -> None:
     said = {"backend": "cuda", "index_key_dtype": "fp8", "indexer_kernel": "auto"} | changes
     config = EngineConfig(model=str(CHECKPOINT), indexer_kernel=said["indexer_kernel"])
     sizes = {name: changes[name] for name in ("index_n_heads", "index_head_dim") if name in changes}
     model = dataclasses.replace(ModelConfig.from_dir(CHECKPOINT), **sizes)
     found = moves_rows_while_scoring(config, model, said["backend"], said["index_key_dtype"])
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "offload", "pays", "expected"),
+    [
+        ("auto", True, True, "decode"),
+        ("auto", True, False, "off"),
+        ("auto", False, True, "off"),
+        ("on", True, False, "on"),
+        ("decode", True, False, "decode"),
+        ("off", True, True, "off"),
+    ],
+)
+def test_prefetch_auto_is_decode_where_it_pays(
+    said: str, offload: bool, pays: bool, expected: str
+) -> None:
+    config = EngineConfig(model=str(CHECKPOINT), prefetch=said, offload=offload)
+    assert resolve._prefetch(config, pays) == expected
 
 
 def host_memory(device: str, **changes: Any) -> str:

@@ -181,6 +181,8 @@ class DecodeEngine:
         self._indexer: Indexer | None = None
         self.selector: TokenSelector
         config = engine_config(loaded, sizes)
+        if source is not None:  # no score says what will be selected
+            config = dataclasses.replace(config, prefetch="off")
         self.engine = Engine(
             config,
             on_phase=self._on_phase,

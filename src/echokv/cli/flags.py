@@ -99,7 +99,8 @@ ENGINE_FLAGS = (
     Flag(
         names=("--prefetch",),
         field="prefetch",
-        help="move KV rows early, on predictions: auto (off so far), on or off",
+        help="move KV rows early, on predictions: on, decode (in decode steps alone), off, or auto:"
+        " decode where rows can move while scores are made (--backend cuda), else off",
     ),
     Flag(
         names=("--max-model-len",),

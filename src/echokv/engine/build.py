@@ -225,20 +225,24 @@ def _cache(decided: _Decided) -> tuple[HostPool | None, KVCache]:
 
 
 def _prefetcher(decided: _Decided, cache: KVCache) -> Prefetcher | None:
-    """What fetches rows ahead of decode's selections, where that is on."""
+    """What fetches rows ahead of selections, where that is on."""
     config, model = decided.config, decided.model
     if config.prefetch == "off" or not isinstance(cache, CacheManager):
         logger.info("no prefetch")
         return None
     budget = decided.hooks.prefetch_budget or PrefetchBudget.of(row_format(config, model))
+    everywhere = config.prefetch == "on"
     logger.info(
-        "prefetch in decode steps: at most %d rows a request and layer, and %d in 1000 tokens",
+        "prefetch in decode steps%s: at most %d rows a request and layer, and %d in 1000 tokens",
+        " and prefill passes" if everywhere else "",
         budget.least,
         budget.rows_per_unit * 1000 // BUDGET_UNIT,
     )
     layers = tuple(model.index_layers)
     predictions = Predictions.create(len(layers), decided.plan.max_running, decided.device)
-    return Prefetcher(decided.kernels, cache, predictions, budget, layers, model.index_topk)
+    return Prefetcher(
+        decided.kernels, cache, predictions, budget, layers, model.index_topk, prefill=everywhere
+    )
 
 
 def _context(

@@ -15,12 +15,7 @@ _DTYPES = ("float32", "bfloat16")
 _FP8_CAPABILITY = (8, 9)
 _FP8_BLOCK = (128, 128)
 
-PREFETCH_PAYS = False
-"""Whether --prefetch auto means on where rows can move while scores are made. The segment of
-indexer, top-k and recall gains there (docs/prefetch.md); a decode step, whose recall is hidden
-beside the query's products anyway, gained up to 2.6% with realistic predictions where 5% are
-missing, and nothing with few requests or where hardly any are. Whole models at light load haven't
-been measured."""
+_PREFETCH = ("auto", "on", "decode", "off")
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -43,8 +38,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         index_key_dtype=index_key_dtype,
         host_memory=_host_memory(config, device),
         prefetch=_prefetch(
-            config,
-            PREFETCH_PAYS and moves_rows_while_scoring(config, model, backend, index_key_dtype),
+            config, moves_rows_while_scoring(config, model, backend, index_key_dtype)
         ),
         max_model_len=_max_model_len(config, model),
     )
@@ -115,7 +109,7 @@ def _index_key_dtype(config: EngineConfig, kv_cache_dtype: str, dtype: str) -> s
 def moves_rows_while_scoring(
     config: EngineConfig, model: ModelConfig, backend: str, index_key_dtype: str
 ) -> bool:
-    """Whether rows can move while scores are made, which is where prefetch may pay.
+    """Whether rows can move while scores are made, which is where prefetch pays in decode steps.
 
     Op by op, as elsewhere, it costs more launches than it hides (docs/prefetch.md).
 
@@ -135,13 +129,16 @@ def moves_rows_while_scoring(
 
 
 def _prefetch(config: EngineConfig, pays: bool) -> str:
-    if config.prefetch not in ("auto", "on", "off"):
-        raise ConfigError(f"--prefetch {config.prefetch!r} is not one of auto, on, off")
-    if config.prefetch == "on" and not config.offload:
-        raise ConfigError("--prefetch on contradicts --no-offload, which has nothing to fetch")
+    if config.prefetch not in _PREFETCH:
+        raise ConfigError(f"--prefetch {config.prefetch!r} is not one of {', '.join(_PREFETCH)}")
+    if config.prefetch in ("on", "decode") and not config.offload:
+        raise ConfigError(
+            f"--prefetch {config.prefetch} contradicts --no-offload, which has nothing to fetch"
+        )
     if config.prefetch != "auto":
         return config.prefetch
-    return "on" if config.offload and pays else "off"
+    # Prefill passes lose as much where nothing is missing as they gain where rows are.
+    return "decode" if config.offload and pays else "off"
 
 
 def _host_memory(config: EngineConfig, device: str) -> str:

@@ -65,6 +65,7 @@ class Prefetcher:
         index_layers: decoder layer of each index layer. Layers that share the selection of
             another aren't prefetched: attention asks for their rows long after.
         topk: entries of a selection.
+        prefill: prefetch in prefill passes too.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class Prefetcher:
         budget: PrefetchBudget,
         index_layers: tuple[int, ...],
         topk: int,
+        *,
+        prefill: bool = True,
     ) -> None:
         self.predictions = predictions
         self._kernels = kernels
@@ -87,7 +90,9 @@ class Prefetcher:
         self._pass: _Pass | None = None
         self._fused = None if kernels.scheduled_scores is not None else kernels.fused_prefetch
         device = predictions.thresholds.device
-        self.prefill = PrefillPrefetcher(self._fused, cache, predictions, index_layers, topk)
+        self.prefill = PrefillPrefetcher(
+            self._fused if prefill else None, cache, predictions, index_layers, topk
+        )
         """The same for passes that aren't decode passes."""
         self._lists = None if self._fused is None else self._fused.candidate_lists(device)
         self._decoder_layers = torch.tensor(index_layers, dtype=torch.int32, device=device)

@@ -20,7 +20,7 @@ class PrefillPrefetcher:
     """Scores the layers of a prefill pass while rows move, and learns shifts from its k-th scores.
 
     Args:
-        fused: the backend's op; None: it has none, and nothing is prefetched.
+        fused: the backend's op; None: nothing is prefetched.
         cache: what rows are fetched into.
         predictions: of the layers that have an indexer.
         index_layers: decoder layer of each index layer.
