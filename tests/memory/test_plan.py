@@ -66,6 +66,18 @@ def test_shared_layers_have_no_index_keys() -> None:
     assert made.nbytes("index keys") == made.host_slots * 132 * 60
 
 
+def test_prefetch_keeps_room_for_what_it_notes() -> None:
+    """A host slot and a score of each row that 48 requests may prefetch, in 60 layers, twice."""
+    kinds = ["full", "shared", *["full"] * 59]
+    flags = {"max_num_seqs": 48, "max_model_len": 100_000, "model": {"indexer_types": kinds}}
+    without = plan(prefetch="off", **flags).nbytes("workspace")
+    for said in ("decode", "on"):
+        kept = plan(prefetch=said, **flags).nbytes("workspace") - without
+        assert kept == 2 * 8 * 60 * 48 * (16 + 1500)  # 984,000 B of 656
+    wide = plan(prefetch="on", fmt="bfloat16", **flags).nbytes("workspace") - without
+    assert wide == 2 * 8 * 60 * 48 * (16 + 854)  # of 1152
+
+
 def test_defaults_on_a_gpu_use_the_hbm_and_no_more() -> None:
     made = plan()
     total = made.total("HBM")
@@ -150,7 +162,7 @@ REFUSALS = {
         r"index keys.*\d GiB of HBM.*141\.00 GiB.*--host-pool-gib",
     ),
     "no room for a device pool": (
-        {"host_pool_gib": 190.6},
+        {"host_pool_gib": 189.8},
         CapacityError,
         r"device pool has \d+ slots.*2 x index_topk = 4096.*--device-pool-tokens",
     ),

@@ -137,7 +137,7 @@ def _prefetch(config: EngineConfig, pays: bool) -> str:
         )
     if config.prefetch != "auto":
         return config.prefetch
-    # Prefill passes lose as much where nothing is missing as they gain where rows are.
+    # Prefill passes lose as much where nothing is missing as they gain elsewhere: prefetch.md.
     return "decode" if config.offload and pays else "off"
 
 

@@ -20,15 +20,8 @@ from echokv.indexer.threshold import Predictions
 from echokv.kernels.prefetch_args import BUDGET_UNIT, Candidates, LayerPrefetch, row_budget
 from echokv.kernels.protocol import Kernels
 from echokv.memory.formats import IndexKeyFormat, RowFormat
+from echokv.memory.sizes import LEAST_PREFETCH_ROWS, PREFETCH_BYTES_PER_TOKEN
 from echokv.memory.slots import HostSlots
-
-ROW_BYTES_PER_TOKEN = 9.84
-"""Of a request's budget: 0.015 rows of 656 B a token, six times what PCIe moves while the indexer
-reads the token's key (52 GB/s against 132 B at 4.2 TB/s). The top-k's time comes on top, and other
-requests may need less; what is asked for too much stops when the selection is known."""
-
-LEAST_ROWS = 16
-"""Budget of a request whose context is short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +35,8 @@ class PrefetchBudget:
     def of(cls, fmt: RowFormat) -> "PrefetchBudget":
         """As many as could move while one long context among short ones is scored and selected."""
         return cls(
-            rows_per_unit=round(ROW_BYTES_PER_TOKEN * BUDGET_UNIT / fmt.row_bytes), least=LEAST_ROWS
+            rows_per_unit=round(PREFETCH_BYTES_PER_TOKEN * BUDGET_UNIT / fmt.row_bytes),
+            least=LEAST_PREFETCH_ROWS,
         )
 
 

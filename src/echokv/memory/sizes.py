@@ -14,6 +14,15 @@ MAX_SCORE_BYTES = 256 * 2**20
 SCORE_WORKSPACE_BYTES = 2 * MAX_SCORE_BYTES
 """HBM kept for them, with as much again as a margin."""
 
+PREFETCH_BYTES_PER_TOKEN = 9.84
+"""Rows that a request may prefetch in a layer and decode step, in bytes for each token of context:
+0.015 rows of 656 B, six times what PCIe moves while the indexer reads the token's key (52 GB/s
+against 132 B at 4.2 TB/s). The top-k's time comes on top, and other requests may need less; what is
+asked for too much stops when the selection is known."""
+
+LEAST_PREFETCH_ROWS = 16
+"""The same of a request whose context is short."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -56,7 +65,7 @@ class Sizes:
             host_metadata_bytes=host_metadata,
             device_metadata_bytes=device_metadata,
             weight_bytes=weight_bytes,
-            workspace_bytes=_workspace_bytes(model, config) if on_device else 0,
+            workspace_bytes=_workspace_bytes(model, config, row_format) if on_device else 0,
             topk=model.index_topk,
         )
 
@@ -82,7 +91,7 @@ def metadata_bytes(layers: int, *, offload: bool) -> tuple[int, int]:
     return (4 * layers, 13 * layers) if offload else (0, 5)
 
 
-def _workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
+def _workspace_bytes(model: ModelConfig, config: EngineConfig, row_format: RowFormat) -> int:
     """HBM kept for activations: generous, as what isn't kept is given to the device pool."""
     latent = model.kv_lora_rank + model.qk_rope_head_dim
     head = 2 * latent + model.qk_nope_head_dim + model.v_head_dim
@@ -94,4 +103,17 @@ def _workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
         + SCORE_WORKSPACE_BYTES
         + config.max_num_batched_tokens * token
         + 2 * logits
+        + _prefetch_bytes(model, config, row_format)
     )
+
+
+def _prefetch_bytes(model: ModelConfig, config: EngineConfig, row_format: RowFormat) -> int:
+    """What a decode step's prefetches note of their rows: a host slot and a score, in all layers.
+
+    Twice, in the memory of CUDA graphs and out of it.
+    """
+    if config.prefetch == "off":
+        return 0
+    longest = config.max_model_len or model.max_position_embeddings
+    rows = LEAST_PREFETCH_ROWS + int(longest * PREFETCH_BYTES_PER_TOKEN / row_format.row_bytes)
+    return 2 * 8 * len(model.index_layers) * config.max_num_seqs * rows

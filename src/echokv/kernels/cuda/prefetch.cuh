@@ -10,13 +10,14 @@
 // and carries the epoch of the launch, so that nothing need be emptied: what another launch has left
 // is of another epoch. After its last page a warp puts an END for each thread that reads its list.
 //
-// A fetching warp drops candidates that are resident, and fetches two others at a time, one with each
-// half of its lanes: most of what a claim takes is waiting. A half asks its row's budget: `counts` is raised, and lowered again where that exceeds the budget, so that it ends at what was
-// granted and no grant is made twice. It takes a name off the ready list, of a slot that is free,
-// claims the row and publishes the mapping by the protocol of claims.cuh, at the floor (protected in
-// this step, below whatever is selected in it), notes that it was fetched, and copies the row. Nobody
-// reads device rows before the kernel is over, so the mapping may be published before the row has
-// landed, and the selection be made resident meanwhile: no row leaves for one that is fetched.
+// A fetching warp drops candidates that are resident, and fetches the others two at a time, one with
+// each half of its lanes: most of what a claim takes is waiting. A half asks the row's budget: `counts`
+// is raised, and lowered again where that exceeds the budget, so that it ends at what was granted and
+// no grant is made twice. It takes a name off the ready list, of a slot that is free, claims the row
+// and publishes the mapping by the protocol of claims.cuh, at the floor (protected in this step, below
+// whatever is selected in it), notes that it was fetched, and copies the row. Nobody reads device rows
+// before the kernel is over, so the mapping may be published before the row has landed, and the
+// selection be made resident meanwhile: no row leaves for one that is fetched.
 //
 // - No slot is lost to a budget that has run out: nothing is claimed before its budget is granted.
 // - Rows that requests share are claimed once; the others see the claim, or the mapping, and pass.
