@@ -126,22 +126,6 @@ def sketch_table() -> str:
     return f"{table(header, rows)}\n\n{source('prefetch-sketch')}"
 
 
-def designs_table() -> str:
-    """Other ways to fetch beside the scores: speed-ups, each against no prefetch in its own run."""
-    shown = (
-        ("shared", "as it is"), ("shared", "sketch"), ("own", "12 SMs"),
-        ("own", "6 SMs find, 6 move"), ("own", "6 SMs find, 6 move, nothing below"),
-    )  # fmt: skip
-    rows = []
-    for one in load("one-off/prefetch-designs")["cases"]:
-        off = " / ".join(f"{one[side]['off']['us']:.1f}" for side in ("shared", "own"))
-        ratios = [one[side]["off"]["us"] / one[side][name]["us"] for side, name in shown]
-        words = f"{shape_of(one)}, {one['hit']:g}, {one['predictions']}"
-        rows.append([words, off, *(f"{ratio:.2f}x" for ratio in ratios)])
-    names = (name if side == "shared" else f"own: {name}" for side, name in shown)
-    return table(("batch x context, hit rate, predictions", "off, us", *names), rows)
-
-
 def decode_table(file: str) -> str:
     """Whole decode steps with prefetch and without."""
     result, rows = load(file), []
@@ -312,7 +296,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefetch-cuda-h200": lambda: segment_table(CUDA),
     "rows moved": moved_table,
     "parts": parts_table,
-    "prefetch-designs": designs_table,
     "decode_prefetch": lambda: decode_table("decode_prefetch"),
     "decode_prefetch-pinned": lambda: decode_table("decode_prefetch-pinned"),
     "decode_prefetch-few-requests": lambda: decode_table("decode_prefetch-few-requests"),
